@@ -1,0 +1,221 @@
+"""The edge of a program: leaves of a call become parts, parts become leaves again."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from ._arguments import Call
+from ._capture import Captures
+from ._distribute import default_placements, with_stride
+from ._donate import refuse_donated, take, write_back
+from ._errors import ArgumentError
+from ._layout import WHOLE, Meta, Placements, Split
+from ._mesh import axis_sizes, batch_axes, from_torch, split_on, to_torch
+from ._place import Placed
+from ._results import match
+from ._trace import Graph, Input, Ref
+from ._world import Part, World
+
+# --- in -------------------------------------------------------------------------------
+
+
+def placements_of(leaf: Any, is_batch: bool, path: str, mesh: DeviceMesh) -> Placements:
+    """How a leaf of an argument lies on the mesh.
+
+    A DTensor keeps its placement. A plain tensor is the global value: of the batch it is
+    split, of the state a floating leaf with a dimension is sharded, others are whole.
+
+    Raises:
+        ArgumentError: A placement that cannot be used.
+    """
+    sizes = axis_sizes(mesh)
+    if isinstance(leaf, DTensor):
+        return _from_torch(tuple(leaf.placements), tuple(leaf.shape), sizes, path)
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return (WHOLE,) * len(sizes)
+    if is_batch:
+        return split_on(leaf.shape, batch_axes(mesh), sizes)
+    placed = default_placements(leaf, mesh)
+    return _from_torch(tuple(placed), tuple(leaf.shape), sizes, path)
+
+
+_from_torch = functools.lru_cache(maxsize=4096)(from_torch)
+
+
+def input_placements(graph: Graph, mesh: DeviceMesh) -> list[Placements]:
+    """The placement of every input of a graph.
+
+    Raises:
+        ArgumentError: A leaf of the batch has no leading dimension.
+    """
+    return [_input_placements(entry, mesh) for entry in graph.inputs]
+
+
+def _input_placements(entry: Input, mesh: DeviceMesh) -> Placements:
+    leaf = entry.example
+    if entry.role == "batch" and isinstance(leaf, torch.Tensor) and leaf.dim() == 0:
+        raise ArgumentError(
+            f"{entry.path} has no leading dimension, so it cannot be split over the "
+            "ranks. Give it one, or pass it as another argument (batch_argnums says "
+            "which arguments are the batch)."
+        )
+    if entry.role in ("captured", "constant") and not isinstance(leaf, DTensor):
+        return (WHOLE,) * mesh.ndim
+    return placements_of(leaf, entry.role == "batch", entry.path, mesh)
+
+
+def input_part(
+    entry: Input, placed: Placements, call: Call, captured: Captures, world: World
+) -> Part:
+    """What the ranks hold of one input, at this call."""
+    leaf = _current(entry, call, captured)
+    if not isinstance(leaf, torch.Tensor):
+        leaf = torch.tensor(float(leaf), dtype=torch.float64)
+    refuse_donated(entry.path, leaf)
+    return world.part(leaf, placed)
+
+
+def _current(entry: Input, call: Call, captured: Captures) -> Any:
+    if isinstance(entry.source, torch.Tensor):
+        return entry.source
+    if entry.role == "captured":
+        return captured.tensors[entry.source]
+    return call.leaves[entry.source]
+
+
+# --- out ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Result:
+    """Where a leaf of the result goes.
+
+    Attributes:
+        value: A static value, or None for a tensor.
+        meta: The tensor as the unsharded step returns it.
+        argument: The leaf of the call whose place it takes, if any.
+        placed: DTensor's placements; None for a replicated value, which is plain.
+        is_float: The step returns a Python float.
+    """
+
+    value: Any = None
+    meta: Meta | None = None
+    argument: int | None = None
+    placed: tuple[TorchPlacement, ...] | None = None
+    is_float: bool = False
+
+
+def wanted_placements(
+    call: Call, graph: Graph, mesh: DeviceMesh
+) -> tuple[list[int | None], list[Placements | None]]:
+    """For every leaf of the result its argument, and the placement that follows."""
+    matched = match(call, graph)
+    paths = call.paths()
+    wanted = [
+        None if n is None else placements_of(call.leaves[n], False, paths[n], mesh)
+        for n in matched
+    ]
+    return matched, wanted
+
+
+def describe_results(
+    call: Call,
+    graph: Graph,
+    placed: Placed,
+    matched: Sequence[int | None],
+    mesh: DeviceMesh,
+) -> list[Result]:
+    """What to make of every output of a program."""
+    rows = zip(graph.outputs, placed.outputs, matched, strict=True)
+    results = []
+    for output, value, argument in rows:
+        if not isinstance(output.value, Ref) or value is None:
+            results.append(Result(output.value))
+            continue
+        leaf = None if argument is None else call.leaves[argument]
+        kept = _torch_placements(value.placements, value.meta, leaf, mesh)
+        results.append(Result(None, value.meta, argument, kept, output.is_float))
+    return results
+
+
+def expressible(placements: Placements, meta: Meta, mesh: DeviceMesh) -> bool:
+    """Whether a DTensor can have these placements."""
+    return to_torch(placements, meta.shape, axis_sizes(mesh)) is not None
+
+
+def _torch_placements(
+    placements: Placements, meta: Meta, leaf: Any, mesh: DeviceMesh
+) -> tuple[TorchPlacement, ...] | None:
+    if isinstance(leaf, DTensor):
+        return tuple(leaf.placements)
+    if isinstance(leaf, torch.Tensor):
+        kept = default_placements(leaf, mesh)
+    elif any(isinstance(p, Split) for p in placements):
+        kept = to_torch(placements, meta.shape, axis_sizes(mesh)) or ()
+    else:
+        return None
+    return tuple(kept) if any(p.is_shard() for p in kept) else None
+
+
+def result_leaf(result: Result, part: Part, call: Call, world: World, mesh: DeviceMesh) -> Any:
+    """A leaf of the result from what the ranks hold of it."""
+    if result.meta is None:
+        return result.value
+    argument = None if result.argument is None else call.leaves[result.argument]
+    if isinstance(argument, DTensor):
+        return world.leaf(part, mesh, result.meta, argument.placements)
+    if result.placed is not None:
+        return world.leaf(part, mesh, result.meta, result.placed)
+    plain = with_stride(world.plain(part), result.meta.stride)
+    return plain.item() if result.is_float else plain
+
+
+# --- donation -------------------------------------------------------------------------
+
+
+def donate(
+    call: Call, results: Sequence[Result], parts: list[Part], world: World, step: str
+) -> None:
+    """Move results into the shards of donated arguments and mark those as taken."""
+    owners = call.owners()
+    given = [n for n, owner in enumerate(owners) if owner in call.signature.donate]
+    if not given:
+        return
+    goes = {r.argument: n for n, r in reversed(list(enumerate(results))) if r.meta}
+    shards = [n for n in given if isinstance(call.leaves[n], DTensor)]
+    _write(call, shards, goes, parts, world)
+    for n in given:
+        if isinstance(call.leaves[n], torch.Tensor):
+            take(call.leaves[n], f"{call.paths()[n]} to {step}")
+
+
+def _write(
+    call: Call,
+    shards: Sequence[int],
+    goes: dict[int | None, int],
+    parts: list[Part],
+    world: World,
+) -> None:
+    """Write back rank by rank; an emulated world has several here."""
+    held = {n: world.tensors(world.part(call.leaves[n], ())) for n in shards}
+    made = [[] if p is None else list(world.tensors(p)) for p in parts]
+    for rank in range(max((len(row) for row in held.values()), default=0)):
+        results = [made[goes[n]][rank] if n in goes else None for n in shards]
+        received = {goes[n] for n in shards if n in goes}
+        free = [n for n, row in enumerate(made) if row and n not in received]
+        others = [made[n][rank] for n in free]
+        write_back([held[n][rank] for n in shards], results, others)
+        for n, result in zip(shards, results, strict=True):
+            if n in goes and result is not None:
+                made[goes[n]][rank] = result
+        for n, other in zip(free, others, strict=True):
+            made[n][rank] = other
+    for n, row in enumerate(made):
+        if row:
+            parts[n] = world.together(row)

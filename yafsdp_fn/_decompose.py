@@ -1,0 +1,261 @@
+"""Operators that are taken apart while a step is traced, one line a rule.
+
+An operator is here because it mixes elements of the whole batch with what stays local
+(a mean, a variance, a loss with its weights): taken apart, the sum over the batch
+becomes visible and is the only thing that is communicated; or because it makes a
+constant out of the shape of another value.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ._errors import TraceError
+from ._torch import get_decompositions
+
+aten = torch.ops.aten
+Dims = Sequence[int] | int | None
+
+# --- constants ------------------------------------------------------------------------
+
+
+def _filled(value: float) -> Callable[..., torch.Tensor]:
+    def like(x: torch.Tensor, size: Any = None, **options: Any) -> torch.Tensor:
+        return _full(x, x.shape if size is None else size, value, options)
+
+    return like
+
+
+def _full(x: torch.Tensor, size: Any, value: Any, options: Any) -> torch.Tensor:
+    dtype, device = options.get("dtype"), options.get("device")
+    return torch.full(size, value, dtype=dtype or x.dtype, device=device or x.device)
+
+
+def _full_like(x: torch.Tensor, value: Any, **options: Any) -> torch.Tensor:
+    return _full(x, x.shape, value, options)
+
+
+def _new_full(x: torch.Tensor, size: Any, value: Any, **options: Any) -> torch.Tensor:
+    return _full(x, size, value, options)
+
+
+def _new_strided(x: torch.Tensor, size: Any, _: Any, **options: Any) -> torch.Tensor:
+    return _full(x, size, 0, options)
+
+
+# --- statistics -----------------------------------------------------------------------
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a sum of many such elements is taken."""
+    low = dtype in (torch.float16, torch.bfloat16)
+    return torch.float32 if low else dtype
+
+
+def _count(x: torch.Tensor, dims: Dims) -> int:
+    if dims is None or dims == []:
+        return x.numel()
+    return math.prod(x.shape[d] for d in ((dims,) if isinstance(dims, int) else dims))
+
+
+def _mean(
+    x: torch.Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
+) -> torch.Tensor:
+    dtype = dtype or x.dtype
+    total = torch.sum(x, dim, keepdim, dtype=_wide(dtype))  # type: ignore[call-overload]
+    return (total / _count(x, dim)).to(dtype)
+
+
+def _var(
+    x: torch.Tensor, dim: Dims = None, *, correction: Any = 1, keepdim: bool = False
+) -> torch.Tensor:
+    wide = x.to(_wide(x.dtype)) if not x.dtype.is_complex else x
+    centred = wide - torch.mean(wide, dim, keepdim=True)
+    squares = (centred * centred.conj()).real if x.dtype.is_complex else centred.square()
+    total = torch.sum(squares, dim, keepdim)  # type: ignore[call-overload]
+    divisor = max(_count(x, dim) - (1 if correction is None else correction), 0)
+    result = total / divisor if divisor else total / torch.zeros_like(total)
+    return result if x.dtype.is_complex else result.to(x.dtype)
+
+
+def _var_mean(
+    x: torch.Tensor, dim: Dims = None, *, correction: Any = 1, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    variance = _var(x, dim, correction=correction, keepdim=keepdim)
+    return variance, torch.mean(x, dim, keepdim)  # type: ignore[call-overload]
+
+
+def _std(x: torch.Tensor, dim: Dims = None, **options: Any) -> torch.Tensor:
+    return torch.sqrt(_var(x, dim, **options))
+
+
+def _vector_norm(
+    x: torch.Tensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> torch.Tensor:
+    """A norm as one sum (or extremum) between two elementwise operators."""
+    dtype = dtype or x.dtype.to_real()
+    size = torch.abs(x).to(_wide(dtype))
+    if x.numel() == 0 or (dim is None and x.dim() == 0):
+        return NotImplemented
+    dims = list(range(x.dim())) if dim is None or dim == [] else dim
+    if math.isinf(ord):
+        extreme = torch.amax if ord > 0 else torch.amin
+        return extreme(size, dims, keepdim).to(dtype)  # type: ignore[operator]
+    if ord == 0:
+        return torch.sum(size != 0, dims, keepdim, dtype=dtype)
+    powers = size.square() if ord == 2 else size if ord == 1 else size.pow(ord)
+    total = torch.sum(powers, dims, keepdim)
+    root = total.sqrt() if ord == 2 else total if ord == 1 else total.pow(1 / ord)
+    return root.to(dtype)
+
+
+def _all_dims(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x: op(x, list(range(x.dim())))
+
+
+def _foreach(op: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
+    """A list operator as one operator for each element."""
+
+    def each(first: Sequence[torch.Tensor], *rest: Any, **options: Any) -> Any:
+        columns = [r if isinstance(r, list | tuple) else [r] * len(first) for r in rest]
+        return [op(*row, **options) for row in zip(first, *columns, strict=True)]
+
+    return each
+
+
+_FOREACH = {
+    "_foreach_add": torch.add,
+    "_foreach_sub": torch.sub,
+    "_foreach_mul": torch.mul,
+    "_foreach_div": torch.div,
+    "_foreach_pow": torch.pow,
+    "_foreach_lerp": torch.lerp,
+    "_foreach_addcmul": torch.addcmul,
+    "_foreach_addcdiv": torch.addcdiv,
+    "_foreach_sqrt": torch.sqrt,
+    "_foreach_neg": torch.neg,
+    "_foreach_abs": torch.abs,
+    "_foreach_exp": torch.exp,
+    "_foreach_sign": torch.sign,
+    "_foreach_reciprocal": torch.reciprocal,
+    "_foreach_maximum": torch.maximum,
+    "_foreach_minimum": torch.minimum,
+    "_foreach_norm": torch.linalg.vector_norm,
+}
+
+# --- the table ------------------------------------------------------------------------
+
+_FROM_TORCH = (
+    aten.nll_loss_forward,
+    aten.nll_loss_backward,
+    aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+    aten.mse_loss,
+    aten.mse_loss_backward,
+    aten.smooth_l1_loss,
+    aten.smooth_l1_loss_backward,
+    aten.huber_loss,
+    aten.huber_loss_backward,
+    aten.soft_margin_loss,
+    aten.soft_margin_loss_backward,
+    aten.binary_cross_entropy,
+    aten.binary_cross_entropy_backward,
+    aten.native_batch_norm,
+    aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_functional,
+    aten._native_batch_norm_legit_no_training,
+    aten.native_batch_norm_backward,
+    aten.native_group_norm,
+    aten.native_group_norm_backward,
+    aten.addmv,
+    aten.addr,
+)
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    **get_decompositions(_FROM_TORCH),
+    aten.zeros_like.default: _filled(0),
+    aten.ones_like.default: _filled(1),
+    aten.empty_like.default: _filled(0),
+    aten.full_like.default: _full_like,
+    aten.new_zeros.default: _filled(0),
+    aten.new_ones.default: _filled(1),
+    aten.new_empty.default: _filled(0),
+    aten.new_full.default: _new_full,
+    aten.new_empty_strided.default: _new_strided,
+    aten.fill.Scalar: _full_like,
+    aten.zero.default: _filled(0),
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.var.correction: _var,
+    aten.var_mean.correction: _var_mean,
+    aten.std.correction: _std,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.max.default: _all_dims(torch.amax),
+    aten.min.default: _all_dims(torch.amin),
+    **{
+        getattr(getattr(aten, name), overload): _foreach(op)
+        for name, op in _FOREACH.items()
+        for overload in getattr(aten, name).overloads()
+        if not overload.endswith(("out", "_"))
+    },
+}
+
+
+# --- functions that would read a value ------------------------------------------------
+
+
+def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    if num_classes < 0:
+        raise TraceError(
+            "one_hot without num_classes reads the largest index, which is not known "
+            "while the step is traced. Write one_hot(index, num_classes)."
+        )
+    classes = torch.arange(num_classes, device=index.device)
+    return (index.unsqueeze(-1) == classes).to(torch.int64)
+
+
+def _batch_norm(
+    x: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Batch normalisation in plain operators; torch's own hides that it edits."""
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    wide = x.to(_wide(x.dtype))
+    if training or running_mean is None or running_var is None:
+        dims = [d for d in range(x.dim()) if d != 1]
+        variance, mean = torch.var_mean(wide, dims, correction=0)
+        _update(running_mean, mean, momentum)
+        count = x.numel() // x.shape[1]
+        _update(running_var, variance * (count / max(count - 1, 1)), momentum)
+    else:
+        mean, variance = running_mean, running_var
+    centred = wide - mean.to(wide.dtype).view(shape)
+    result = centred * torch.rsqrt(variance.to(wide.dtype) + eps).view(shape)
+    if weight is not None:
+        result = result * weight.view(shape)
+    return (result if bias is None else result + bias.view(shape)).to(x.dtype)
+
+
+def _update(running: torch.Tensor | None, found: torch.Tensor, momentum: float) -> None:
+    if running is not None:
+        running.mul_(1 - momentum).add_(momentum * found.detach().to(running.dtype))
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    functional.one_hot: _one_hot,
+    functional.batch_norm: _batch_norm,
+}

@@ -1,0 +1,326 @@
+"""shard: a step for one device and the whole batch becomes the step on a mesh."""
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ._arguments import Call, Names, signature_of
+from ._boundary import placements_of
+from ._capture import Captures, captures
+from ._donate import refuse_donated
+from ._errors import ArgumentError, MismatchError, TraceError
+from ._mesh import mesh_of, same_mesh
+from ._scalar import ValueRead
+from ._stages import Compiled, Lowered, Traced
+from ._torch import is_functorch_wrapped
+from ._trace import Graph, Ref, trace
+from ._world import world_of
+
+Parameters = ParamSpec("Parameters")
+Returned = TypeVar("Returned")
+
+_tracing = threading.local()
+
+
+class ShardedFunction(Generic[Parameters, Returned]):
+    """A pure function over the shards of a mesh; made by `shard`."""
+
+    def __init__(
+        self,
+        fn: Callable[Parameters, Returned],
+        mesh: DeviceMesh | None,
+        batch: Names,
+        static: Names,
+        donate: Names,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._mesh = mesh
+        self._signature = signature_of(fn, batch, static, donate)
+        self._cache: dict[Hashable, Compiled] = {}
+        self._frozen: set[Hashable] = set()  # keys whose floats are static
+        self._traces = 0
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        """Execute the step; traces and plans it for arguments of a new kind."""
+        if getattr(_tracing, "active", False):
+            return self._fn(*args, **kwargs)
+        call, captured = self._bind(args, kwargs)
+        mesh = self._mesh_for(call, captured)
+        _refuse(call)
+        key = self._key(call, captured, mesh)
+        if key not in self._cache:
+            key = self._build(call, captured, mesh)
+        return self._cache[key].execute(call, captured)
+
+    def __repr__(self) -> str:
+        return f"shard({self._fn!r})"
+
+    # --- stages ---
+
+    def trace(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Traced:
+        """The step's global graph for these arguments; executes nothing.
+
+        Raises:
+            TraceError: The step is not pure, or needs a value to be traced.
+            ArgumentError: Arguments that cannot be sharded.
+        """
+        call, captured = self._bind(args, kwargs)
+        return self._traced(call, captured, self._mesh_for(call, captured))[0]
+
+    def lower(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Lowered:
+        """The step's program for these arguments; executes nothing."""
+        return self.trace(*args, **kwargs).lower()
+
+    def cache_size(self) -> int:
+        """The number of programs that are kept."""
+        return len(self._cache)
+
+    def trace_count(self) -> int:
+        """How often the step has been traced."""
+        return self._traces
+
+    # --- inside ---
+
+    def _bind(self, args: Any, kwargs: Any) -> tuple[Call, Captures]:
+        return self._signature.bind(args, kwargs), captures(self._fn)
+
+    def _mesh_for(self, call: Call, captured: Captures) -> DeviceMesh:
+        """The mesh of the arguments, which must be the one that was given, if any."""
+        leaves = [*call.leaves, *captured.tensors]
+        known = any(isinstance(leaf, DTensor) for leaf in leaves)
+        names = call.paths() + ["captured"] * len(captured.tensors) if known else []
+        found = mesh_of(leaves, names) if known else None
+        if found is None and self._mesh is None:
+            raise ArgumentError(
+                f"{self._fn.__qualname__}: all arguments are plain tensors and no mesh "
+                "is given. Put the state on one, yf.distribute(params, mesh), or write "
+                "@yf.shard(mesh=mesh)."
+            )
+        if found is not None and self._mesh and not same_mesh(found, self._mesh):
+            raise ArgumentError(
+                f"the arguments lie on {found}, but {self._fn.__qualname__} was sharded "
+                f"for {self._mesh}. Distribute them on that mesh, or leave out mesh=."
+            )
+        mesh = found if found is not None else self._mesh
+        assert mesh is not None
+        return mesh
+
+    def _key(self, call: Call, captured: Captures, mesh: DeviceMesh) -> Hashable:
+        placed = tuple(_placed(call, mesh))
+        key = (call.key(), placed, tuple(captured.key), mesh, type(mesh))
+        return (key, _floats(call)) if key in self._frozen else key
+
+    def _build(self, call: Call, captured: Captures, mesh: DeviceMesh) -> Hashable:
+        """Make the program, and make sure that all ranks have made the same one."""
+        world, failure, compiled = world_of(mesh), None, None
+        try:
+            traced, live = self._traced(call, captured, mesh)
+            compiled = traced.lower().compile()
+            text = compiled.plan.as_text() + compiled.plan.constants
+        except Exception as error:
+            text, failure = f"error: {error}", error
+        try:
+            world.agree(text)
+        except MismatchError:
+            if failure is None:
+                raise
+        if failure is not None:
+            raise failure
+        assert compiled is not None
+        if not live:
+            self._frozen.add(self._key(call, captured, mesh))
+        key = self._key(call, captured, mesh)
+        self._cache[key] = compiled
+        return key
+
+    def _traced(
+        self, call: Call, captured: Captures, mesh: DeviceMesh
+    ) -> tuple[Traced, bool]:
+        """Trace, with floats as live inputs if the step allows it."""
+        self._traces += 1
+        try:
+            graph, live = _trace(call, captured, True), True
+        except (ValueRead, TypeError, TraceError):
+            if not _floats(call):
+                raise
+            graph, live = _trace(call, captured, False), False
+        return Traced(graph, mesh, call, self._bind), live
+
+
+def _trace(call: Call, captured: Captures, live_floats: bool) -> Graph:
+    with _inside_trace():
+        graph = trace(call, captured, live_floats)
+    if not any(isinstance(output.value, Ref) for output in graph.outputs):
+        name = getattr(call.signature.fn, "__qualname__", "the step")
+        raise ArgumentError(
+            f"{name} returns no tensor, so there is nothing to compute. Return its new "
+            "state and metrics: `return params, opt_state, metrics`."
+        )
+    return graph
+
+
+@contextmanager
+def _inside_trace() -> Iterator[None]:
+    """Sharded functions called from here on are inlined."""
+    _tracing.active = True
+    try:
+        yield
+    finally:
+        _tracing.active = False
+
+
+def _placed(call: Call, mesh: DeviceMesh) -> Iterator[Hashable]:
+    batch = call.signature.batch
+    for leaf, owner in zip(call.leaves, call.owners(), strict=True):
+        yield placements_of(leaf, owner in batch, owner, mesh)
+
+
+def _floats(call: Call) -> tuple[float, ...]:
+    return tuple(leaf for leaf in call.leaves if isinstance(leaf, float))
+
+
+def _refuse(call: Call) -> None:
+    """Refuse leaves that cannot be read here."""
+    for n, leaf in enumerate(call.leaves):
+        if isinstance(leaf, torch.Tensor):
+            refuse_donated("an argument", leaf)
+            if is_functorch_wrapped(leaf):
+                raise ArgumentError(
+                    f"{call.paths()[n]} is inside of a torch.func transform. Put the "
+                    "transform into the sharded function: shard(grad(f)), not "
+                    "grad(shard(f))."
+                )
+
+
+# --- the transform --------------------------------------------------------------------
+
+
+@overload
+def shard(
+    fn: Callable[Parameters, Returned],
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    batch_argnums: Names = None,
+    batch_argnames: Names = None,
+    static_argnums: Names = (),
+    static_argnames: Names = (),
+    donate_argnums: Names = (),
+    donate_argnames: Names = (),
+) -> ShardedFunction[Parameters, Returned]: ...
+
+
+@overload
+def shard(
+    fn: None = None,
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    batch_argnums: Names = None,
+    batch_argnames: Names = None,
+    static_argnums: Names = (),
+    static_argnames: Names = (),
+    donate_argnums: Names = (),
+    donate_argnames: Names = (),
+) -> Callable[
+    [Callable[Parameters, Returned]], ShardedFunction[Parameters, Returned]
+]: ...
+
+
+def shard(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *,
+    mesh: DeviceMesh | None = None,
+    batch_argnums: Names = None,
+    batch_argnames: Names = None,
+    static_argnums: Names = (),
+    static_argnames: Names = (),
+    donate_argnums: Names = (),
+    donate_argnames: Names = (),
+) -> Any:
+    """Turn a pure function of pytrees into the same function on a mesh.
+
+    The function is written for one device and the whole batch. Sharded, it takes and
+    returns shards of its state, and its result is the unsharded result on every rank.
+
+    Args:
+        fn: The step. Without it, a decorator with the options that are given.
+        mesh: Where to run; by default the mesh of the DTensors among the arguments.
+        batch_argnums: Positions of the arguments that are split on dimension 0 over the
+            mesh. By default the parameter called `batch`, else the last one.
+        batch_argnames: The same by name.
+        static_argnums: Positions of arguments that are hashed values of the program.
+        static_argnames: The same by name.
+        donate_argnums: Positions of arguments whose shards the results are written
+            into; they may not be used after the call.
+        donate_argnames: The same by name.
+
+    Returns:
+        A function with the same parameters. Of a DTensor argument the placement is kept;
+        a plain tensor is the global value, the same on every rank. Results that are
+        sharded are DTensors placed as the argument that they take the place of; results
+        that are replicated are plain tensors.
+
+    Raises:
+        ArgumentError: At the call: no mesh, two meshes, a batch without a leading
+            dimension, an argument or result that is neither a tensor nor static.
+        TraceError: At the call: the function reads a value, draws an impure random
+            number, or edits an argument.
+        DonatedError: At the call: an argument was donated before.
+
+    Example:
+        >>> import torch, yafsdp_fn as yf
+        >>> from torch.func import grad
+        >>> @yf.shard
+        ... def step(params, batch):
+        ...     grads = grad(lambda p: (batch @ p["w"]).square().mean())(params)
+        ...     return {"w": params["w"] - 0.1 * grads["w"]}
+        >>> mesh = yf.make_mesh(fsdp=4, emulate=True)
+        >>> params = yf.distribute({"w": torch.ones(6, 2)}, mesh)
+        >>> params = step(params, torch.ones(8, 6))
+        >>> yf.full(params)["w"][0]
+        tensor([0.4000, 0.4000])
+    """
+    options = (
+        mesh,
+        _joined(batch_argnums, batch_argnames),
+        _joined(static_argnums, static_argnames),
+        _joined(donate_argnums, donate_argnames),
+    )
+    if fn is None:
+        return lambda step: shard_with(step, *options)
+    return shard_with(fn, *options)
+
+
+def shard_with(
+    fn: Callable[..., Any], mesh: DeviceMesh | None, *names: Names
+) -> ShardedFunction[..., Any]:
+    """`shard` with resolved options; sharding a sharded function changes nothing."""
+    if isinstance(fn, ShardedFunction):
+        return fn
+    if not callable(fn):
+        raise ArgumentError(
+            f"shard takes a function, not a {type(fn).__name__}; options are keywords: "
+            "@yf.shard(mesh=mesh)."
+        )
+    return ShardedFunction(fn, mesh, *names)
+
+
+def _joined(positions: Names, names: Names) -> Names:
+    if positions is None and names is None:
+        return None
+    both = (positions, names)
+    return [
+        item
+        for which in both
+        if which is not None
+        for item in ((which,) if isinstance(which, int | str) else which)
+    ]

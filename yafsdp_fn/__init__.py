@@ -26,6 +26,7 @@ from . import optim as optim
 
 # Processes.
 from ._launch import launch as launch
+from ._launch import LaunchError as LaunchError
 
 # Errors.
 from ._errors import YafsdpError as YafsdpError

@@ -61,9 +61,7 @@ class Call:
     def paths(self) -> list[str]:
         """The expression that names each leaf, such as `params['w'][0]`."""
         trees = {name: self.bound.arguments[name] for name in self.specs}
-        return [
-            p for name, t in trees.items() for p in flatten_with_paths(t, name)[0]
-        ]
+        return [p for name, t in trees.items() for p in flatten_with_paths(t, name)[0]]
 
     def owners(self) -> list[str]:
         """The parameter that each leaf belongs to."""
@@ -76,7 +74,8 @@ class Call:
             ArgumentError: A static value or leaf cannot be hashed.
         """
         leaves = tuple(_leaf_key(leaf) for leaf in self.leaves)
-        key = (tuple(self.specs.items()), tuple(self.static.items()), leaves)
+        static = tuple((name, _static_key(v)) for name, v in self.static.items())
+        key = (tuple(self.specs.items()), static, leaves)
         try:
             hash(key)
         except TypeError:
@@ -117,9 +116,12 @@ def _unhashable(path: str, value: Any) -> str:
 def _leaf_key(leaf: Any) -> Hashable:
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-    if isinstance(leaf, float):
-        return "float"
-    return (type(leaf), leaf)
+    return "float" if isinstance(leaf, float) else _static_key(leaf)
+
+
+def _static_key(value: Any) -> Hashable:
+    """Tells apart what Python calls equal: `1`, `1.0` and `True`, also inside."""
+    return (type(value), repr(value), value)
 
 
 # --- resolving the options of `shard` -------------------------------------------------

@@ -15,11 +15,11 @@ from ._capture import Captures
 from ._distribute import default_placements, with_stride
 from ._donate import refuse_donated, take, write_back
 from ._errors import ArgumentError
+from ._graph import Graph, Input, Ref
 from ._layout import WHOLE, Meta, Placements, Split
 from ._mesh import axis_sizes, batch_axes, from_torch, split_on, to_torch
-from ._place import Placed
+from ._placed import Placed
 from ._results import match
-from ._trace import Graph, Input, Ref
 from ._world import Part, World
 
 # --- in -------------------------------------------------------------------------------
@@ -28,8 +28,8 @@ from ._world import Part, World
 def placements_of(leaf: Any, is_batch: bool, path: str, mesh: DeviceMesh) -> Placements:
     """How a leaf of an argument lies on the mesh.
 
-    A DTensor keeps its placement. A plain tensor is the global value: of the batch it is
-    split, of the state a floating leaf with a dimension is sharded, others are whole.
+    A DTensor keeps its placement. A plain tensor is the global value: of the batch it
+    is split, of the state a floating leaf with a dimension is sharded, others whole.
 
     Raises:
         ArgumentError: A placement that cannot be used.
@@ -163,7 +163,9 @@ def _torch_placements(
     return tuple(kept) if any(p.is_shard() for p in kept) else None
 
 
-def result_leaf(result: Result, part: Part, call: Call, world: World, mesh: DeviceMesh) -> Any:
+def result_leaf(
+    result: Result, part: Part, call: Call, world: World, mesh: DeviceMesh
+) -> Any:
     """A leaf of the result from what the ranks hold of it."""
     if result.meta is None:
         return result.value

@@ -6,10 +6,13 @@ the program, everything else a part of the call's key, so that a captured value 
 has changed is never used stale.
 """
 
+import argparse
+import collections
 import functools
+import inspect
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,7 +52,7 @@ def captures(fn: Callable[..., Any]) -> Captures:
     while stack:
         value = stack.pop()
         if isinstance(value, _SCALARS):
-            found.key.append((type(value), value))
+            found.key.append((type(value).__name__, repr(value)))
         elif id(value) not in seen:
             seen.add(id(value))
             stack.extend(_visit(value, found))
@@ -66,18 +69,23 @@ def _visit(value: Any, found: Captures) -> Iterator[Any]:
         yield from _of_function(value)
     elif isinstance(value, dict):
         yield from (part for pair in value.items() for part in pair)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | collections.deque):
         yield from value
     elif isinstance(value, set | frozenset):
         yield from sorted(value, key=repr)
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
     elif _is_open(value):
-        found.key.append(type(value))
-        yield value.__dict__
-        yield getattr(type(value), "__call__", None)
+        found.key.append(type(value).__qualname__)
+        yield _attributes(value)
+        yield inspect.getattr_static(type(value), "__call__", None)
+    elif hasattr(value, "__wrapped__"):
+        yield value.__wrapped__
     else:
         found.key.append(id(value))
         found.held.append(value)
-        yield from _of_opaque(value)
 
 
 def _of_function(fn: types.FunctionType) -> Iterator[Any]:
@@ -104,24 +112,31 @@ def _of_module(module: types.ModuleType, code: types.CodeType) -> Iterator[Any]:
                 yield value
 
 
-def _of_opaque(value: Any) -> Iterator[Any]:
-    """What an object that is known by its identity refers to all the same."""
-    if isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
-    else:
-        yield getattr(value, "__wrapped__", None)
-
-
 def _is_open(value: Any) -> bool:
-    """Whether an object is a user's own, known by its class and attributes."""
-    if isinstance(value, type | types.ModuleType) or not hasattr(value, "__dict__"):
+    """Whether an object is known by its class and attributes, not by its identity."""
+    if isinstance(value, type | types.ModuleType):
         return False
+    if isinstance(value, torch.nn.Module | types.SimpleNamespace | argparse.Namespace):
+        return True
     kind = type(value).__module__
-    return isinstance(value, torch.nn.Module) or not (
-        _is_foreign(kind) or kind.partition(".")[0] == "yafsdp_fn"
+    return not (_is_foreign(kind) or kind.partition(".")[0] == "yafsdp_fn")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an object, those in slots included."""
+    slots = [
+        name
+        for kind in type(value).__mro__
+        for name in _listed(vars(kind).get("__slots__", ()))
+        if hasattr(value, name)
+    ]
+    return {name: getattr(value, name) for name in slots} | getattr(
+        value, "__dict__", {}
     )
+
+
+def _listed(slots: str | Iterable[str]) -> Iterable[str]:
+    return (slots,) if isinstance(slots, str) else slots
 
 
 def _names(code: types.CodeType) -> tuple[str, ...]:

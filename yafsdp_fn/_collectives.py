@@ -144,7 +144,9 @@ def _gather(packed: torch.Tensor, group: dist.ProcessGroup) -> Finish:
     return _after(work, whole, packed)
 
 
-def _after(work: dist.Work | None, result: torch.Tensor, *alive: torch.Tensor) -> Finish:
+def _after(
+    work: dist.Work | None, result: torch.Tensor, *alive: torch.Tensor
+) -> Finish:
     """Wait, then hand out the result; `alive` are the buffers still being read."""
 
     def finish(buffers: tuple[torch.Tensor, ...] = alive) -> torch.Tensor:

@@ -7,17 +7,19 @@ constant out of the shape of another value.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.nn import functional
 
 from ._errors import TraceError
+from ._lines import user_line
 from ._torch import get_decompositions
 
 aten = torch.ops.aten
-Dims = Sequence[int] | int | None
+Dims = list[int] | int | None
 
 # --- constants ------------------------------------------------------------------------
 
@@ -65,7 +67,7 @@ def _mean(
     x: torch.Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> torch.Tensor:
     dtype = dtype or x.dtype
-    total = torch.sum(x, dim, keepdim, dtype=_wide(dtype))  # type: ignore[call-overload]
+    total = torch.sum(x, dim, keepdim, dtype=_wide(dtype))  # type: ignore
     return (total / _count(x, dim)).to(dtype)
 
 
@@ -74,8 +76,10 @@ def _var(
 ) -> torch.Tensor:
     wide = x.to(_wide(x.dtype)) if not x.dtype.is_complex else x
     centred = wide - torch.mean(wide, dim, keepdim=True)
-    squares = (centred * centred.conj()).real if x.dtype.is_complex else centred.square()
-    total = torch.sum(squares, dim, keepdim)  # type: ignore[call-overload]
+    squares = (
+        (centred * centred.conj()).real if x.dtype.is_complex else centred.square()
+    )
+    total = torch.sum(squares, dim, keepdim)  # type: ignore
     divisor = max(_count(x, dim) - (1 if correction is None else correction), 0)
     result = total / divisor if divisor else total / torch.zeros_like(total)
     return result if x.dtype.is_complex else result.to(x.dtype)
@@ -85,7 +89,7 @@ def _var_mean(
     x: torch.Tensor, dim: Dims = None, *, correction: Any = 1, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     variance = _var(x, dim, correction=correction, keepdim=keepdim)
-    return variance, torch.mean(x, dim, keepdim)  # type: ignore[call-overload]
+    return variance, torch.mean(x, dim, keepdim)  # type: ignore
 
 
 def _std(x: torch.Tensor, dim: Dims = None, **options: Any) -> torch.Tensor:
@@ -108,7 +112,7 @@ def _vector_norm(
     dims = list(range(x.dim())) if dim is None or dim == [] else dim
     if math.isinf(ord):
         extreme = torch.amax if ord > 0 else torch.amin
-        return extreme(size, dims, keepdim).to(dtype)  # type: ignore[operator]
+        return extreme(size, dims, keepdim).to(dtype)  # type: ignore
     if ord == 0:
         return torch.sum(size != 0, dims, keepdim, dtype=dtype)
     powers = size.square() if ord == 2 else size if ord == 1 else size.pow(ord)
@@ -211,12 +215,22 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 # --- functions that would read a value ------------------------------------------------
 
+READ = (
+    "{line}: the step reads the value of a tensor (.item(), float(), bool(), `if`), "
+    "which is not known while the step is traced. Use torch.where for a choice "
+    "between values, or return the tensor as a metric and read it outside."
+)
+
+
+def _read(*_: Any, **__: Any) -> NoReturn:
+    raise TraceError(READ.format(line=user_line(sys._getframe(1))))
+
 
 def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes < 0:
         raise TraceError(
-            "one_hot without num_classes reads the largest index, which is not known "
-            "while the step is traced. Write one_hot(index, num_classes)."
+            f"{user_line(sys._getframe(1))}: one_hot without num_classes reads the "
+            "largest index, which is not known while the step is traced. Write one_hot(index, num_classes)."
         )
     classes = torch.arange(num_classes, device=index.device)
     return (index.unsqueeze(-1) == classes).to(torch.int64)
@@ -258,4 +272,14 @@ def _update(running: torch.Tensor | None, found: torch.Tensor, momentum: float) 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.one_hot: _one_hot,
     functional.batch_norm: _batch_norm,
+    **dict.fromkeys(
+        (
+            torch.Tensor.tolist,
+            torch.Tensor.numpy,
+            torch.Tensor.__array__,
+            torch.Tensor.__dlpack__,
+            torch.Tensor.data_ptr,
+        ),
+        _read,
+    ),
 }

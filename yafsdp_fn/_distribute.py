@@ -1,7 +1,7 @@
 """Full tensors to DTensors and back."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -124,8 +124,8 @@ def _check_placements(
             )
         if placement.is_partial():
             raise ArgumentError(
-                f"{path}: a full tensor cannot be distributed as {placement}. Use Shard "
-                "or Replicate."
+                f"{path}: a full tensor cannot be distributed as {placement}. Use "
+                "Shard or Replicate."
             )
 
 
@@ -160,7 +160,7 @@ def _full_leaf(path: str, leaf: Any) -> Any:
     if is_emulated(leaf.device_mesh):
         whole = _assembled(leaf)
     else:
-        whole = leaf.detach().full_tensor()
+        whole = cast(DTensor, leaf.detach()).full_tensor()
     return with_stride(whole, leaf.stride())
 
 
@@ -209,19 +209,22 @@ def from_local(tree: Any, mesh: DeviceMesh) -> Any:
     """
     world = world_of(mesh)
     if not is_emulated(mesh):
-        return map_with_paths(lambda p, x: _join_processes(world, mesh, p, x), tree, "tree")
+        return map_with_paths(
+            lambda p, x: _join_processes(world, mesh, p, x), tree, "tree"
+        )
     ranks = mesh.size()
     if not isinstance(tree, list | tuple) or len(tree) != ranks:
         raise ArgumentError(
-            f"on an emulated mesh from_local takes a list of {ranks} trees, one for each "
-            "rank."
+            f"on an emulated mesh from_local takes a list of {ranks} trees, one for "
+            "each rank."
         )
     paths, _, spec = flatten_with_paths(tree[0], "tree")
     rows = [flatten(part)[0] for part in tree]
     if any(flatten(part)[1] != spec for part in tree):
         raise ArgumentError("the trees of the ranks have different structures.")
     leaves = [
-        _join(world, mesh, path, [row[n] for row in rows]) for n, path in enumerate(paths)
+        _join(world, mesh, path, [row[n] for row in rows])
+        for n, path in enumerate(paths)
     ]
     return unflatten(spec, leaves)
 
@@ -252,9 +255,13 @@ def _join_processes(world: Any, mesh: DeviceMesh, path: str, part: Any) -> Any:
     ours = split_on(shape, batch_axes(mesh), axis_sizes(mesh))
     placed = to_torch(ours, shape, axis_sizes(mesh))
     parts = torch.empty(shape[0], device="meta")
-    wanted = _along_axes(mesh, [part_of(parts, ours, c).shape[0] for c in coordinates(mesh)])
+    wanted = _along_axes(
+        mesh, [part_of(parts, ours, c).shape[0] for c in coordinates(mesh)]
+    )
     if placed is None or counts != wanted:
-        return _batch_leaf(world, mesh, path, torch.cat(_along_batch(world, mesh, part)))
+        return _batch_leaf(
+            world, mesh, path, torch.cat(_along_batch(world, mesh, part))
+        )
     stride = torch.empty(shape, device="meta").stride()
     meta = Meta(shape, part.dtype, tuple(stride), part.device)
     return world.leaf(part.contiguous(), mesh, meta, batch_placements(part, mesh))
@@ -283,7 +290,11 @@ def _along_batch(world: Any, mesh: DeviceMesh, item: Any) -> list[Any]:
 
 
 def _check_rows(path: str, part: Any) -> None:
-    if not isinstance(part, torch.Tensor) or isinstance(part, DTensor) or not part.dim():
+    if (
+        not isinstance(part, torch.Tensor)
+        or isinstance(part, DTensor)
+        or not part.dim()
+    ):
         raise ArgumentError(
             f"{path} is {_shown(part)}; from_local takes each rank's rows as plain "
             "tensors [rows, ...]."

@@ -1,4 +1,4 @@
-"""Donation: results are written into the memory of arguments that are not used again."""
+"""Donation: results are written into the memory of arguments that are given up."""
 
 from typing import Any, NoReturn
 
@@ -47,11 +47,13 @@ class _Taken(torch.Tensor):
         made.taken = taken
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<donated as {self.taken}>"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kw: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kw: Any = None
+    ) -> NoReturn:
         held = next(a for a in args if isinstance(a, cls))
         raise DonatedError(_message("a tensor", held.taken))
 

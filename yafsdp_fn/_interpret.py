@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from ._collectives import exchange, start
 from ._errors import ProgramError
+from ._graph import Ref, map_leaves, results
 from ._layout import interval
-from ._place import Slice
+from ._placed import Slice
 from ._program import Adjust, Compute, Free, Program, Start, Transfer, Wait, bind
-from ._trace import Ref, map_leaves, results
 
 Environment = dict[int, torch.Tensor]
 Action = Callable[[Environment], None]
@@ -63,11 +63,13 @@ def _store(values: Environment, targets: Sequence[int | None], out: Any) -> None
             values[target] = tensor
 
 
-def adjust(
-    program: Program, instruction: Adjust, coordinate: Sequence[int]
-) -> Action:
+def adjust(program: Program, instruction: Adjust, coordinate: Sequence[int]) -> Action:
     """A cut that moves nothing, as a function of the environment of a rank."""
-    move, source, target = instruction.move, instruction.source.id, instruction.target.id
+    move, source, target = (
+        instruction.move,
+        instruction.source.id,
+        instruction.target.id,
+    )
     if isinstance(move, Slice):
         value = program.values[target]
         size = value.meta.shape[move.dim]
@@ -125,8 +127,8 @@ def verify(
             found.dtype != wanted.meta.dtype
         ):
             raise ProgramError(
-                f"{program._line(instruction)}\nmade {found.dtype}{tuple(found.shape)} on "
-                f"the rank at {tuple(coordinate)}, which should be "
+                f"{program._line(instruction)}\nmade {found.dtype}{tuple(found.shape)} "
+                f"on the rank at {tuple(coordinate)}, which should be "
                 f"{wanted.meta.dtype}{wanted.shape(coordinate)}. Please report this."
             )
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import torch.distributed as dist
 
 from ._errors import ArgumentError, YafsdpError
@@ -68,8 +68,9 @@ def launch(
 
     Each process is a fresh interpreter (so threads of the caller are no danger) with
     torchrun's variables set, so `make_mesh` or `init_process_group` inside `fn` finds
-    its peers. A process group that still runs when `fn` returns is destroyed. What the
-    processes print goes to this process's standard output and error, line by line.
+    its peers, once a launch (torch cannot safely begin a second default group on the
+    same store). The group that runs when `fn` returns is destroyed. What the processes
+    print goes to this process's standard output and error, line by line.
 
     `fn` may be a lambda, a closure or a function of a notebook or script: cloudpickle
     sends such a function by value, together with the globals that it uses. The script
@@ -339,7 +340,8 @@ def _failure(
     if status == 0 and returned.exists():
         return None
     moment = "after" if returned.exists() else "before"
-    return _Failure(rank, f"{_status_text(status)} {moment} fn returned.", "", when)
+    what = f"{_status_text(status)} {moment} fn returned; what it printed may say why."
+    return _Failure(rank, what, "", when)
 
 
 def _status_text(status: int | None) -> str:
@@ -393,7 +395,8 @@ def _run_rank(name: str, rank: int, lifeline: int) -> None:
             dist.destroy_process_group()
         what = "returned a value that cannot be pickled; return plain tensors instead."
         _write(directory / f"result-{rank}", cloudpickle.dumps(result))
-    except BaseException as error:  # noqa: BLE001 - sys.exit() is no return either.
+    # BaseException: sys.exit() in fn is no return either.
+    except BaseException as error:
         when = time.monotonic()
         trace = "".join(traceback.format_exception(error))
         failure = _Failure(rank, what, trace, when)

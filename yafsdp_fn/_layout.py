@@ -8,7 +8,7 @@ the same distribution of elements.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -36,7 +36,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Pending:
-    """The value is the `op` ("sum", "max", "min") of what the ranks of the axis hold."""
+    """The value is the `op` ("sum", "max", "min") of what the axis' ranks hold."""
 
     op: str = "sum"
 
@@ -65,7 +65,7 @@ class Meta:
     shape: tuple[int, ...]
     dtype: torch.dtype
     stride: tuple[int, ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> "Meta":
@@ -138,4 +138,4 @@ def splits(placements: Sequence[Placement], dim: int) -> tuple[int, ...]:
 
 def replace(placements: Placements, axis: int, placement: Placement) -> Placements:
     """`placements` with another placement on one axis."""
-    return placements[:axis] + (placement,) + placements[axis + 1 :]
+    return (*placements[:axis], placement, *placements[axis + 1 :])

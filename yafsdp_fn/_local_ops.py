@@ -18,7 +18,11 @@ def _extreme(op: Any, limit: Callable[[torch.dtype], Any]) -> Callable[..., Any]
         if all(x.shape[d] for d in listed):
             return op(x, listed, keepdim)
         cut = {d % x.dim() for d in listed}
-        kept = [1 if d in cut else n for d, n in enumerate(x.shape) if keepdim or d not in cut]
+        kept = [
+            1 if d in cut else n
+            for d, n in enumerate(x.shape)
+            if keepdim or d not in cut
+        ]
         return x.new_full(kept, limit(x.dtype))
 
     reduce.__name__ = reduce.__qualname__ = f"local_{op}".replace("aten.", "")

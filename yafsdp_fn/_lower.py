@@ -6,13 +6,14 @@ Moves become collectives, or cuts that move nothing.
 
 from typing import Any
 
+from ._graph import Ref
 from ._layout import Split
 from ._local_ops import LOCAL_OPS
-from ._place import AllGather, AllReduce, First, Placed, ReduceScatter, Slice, Step
+from ._placed import AllGather, AllReduce, First, Placed, ReduceScatter, Slice, Step
 from ._program import Adjust, Compute, Extent, Transfer
-from ._trace import Ref
 
 Local = Compute | Adjust | Transfer
+
 
 def lower(placed: Placed) -> tuple[Local, ...]:
     """The graph of one rank, the same for all ranks up to the value of extents.

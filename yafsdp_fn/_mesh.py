@@ -14,14 +14,14 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from ._errors import ArgumentError
 from ._layout import SUM, WHOLE, Placement, Placements, Split, even_chunk, interval
-from ._torch import offline_mesh
+from ._torch import HashStore, offline_mesh
 
 
 class EmulatedMesh(DeviceMesh):
     """A mesh whose ranks all live in this process; it has no process groups."""
 
     @property
-    def _dim_group_names(self) -> Any:  # what DTensor asks for before it communicates
+    def _dim_group_names(self) -> Any:  # type: ignore[override]  # asked by DTensor
         raise ArgumentError(
             "this mesh is emulated, so DTensor's own communication (full_tensor, "
             "redistribute) cannot run on it. Use yf.full(tree) for the full values."
@@ -88,7 +88,7 @@ def _ensure_process_group(device: str) -> None:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def _check_world(ranks: int, axes: dict[str, int]) -> None:
@@ -149,8 +149,8 @@ def state_axis(mesh: DeviceMesh) -> int:
         return 0
     if "fsdp" not in axis_names(mesh):
         raise ArgumentError(
-            f"the mesh has the axes {axis_names(mesh)} and none is called 'fsdp', so it "
-            "is not known on which axis state is sharded. Make it with "
+            f"the mesh has the axes {axis_names(mesh)} and none is called 'fsdp', so "
+            "it is not known on which axis state is sharded. Make it with "
             "yf.make_mesh(replicate=..., fsdp=...)."
         )
     return axis_names(mesh).index("fsdp")
@@ -203,13 +203,16 @@ def from_torch(
         if isinstance(placement, Shard):
             dim = placement.dim % len(shape)
             length = even_chunk(lengths[dim], sizes[axis])
-            _check_nested(lengths[dim] != shape[dim], shape, dim, placements, sizes, path)
+            _check_nested(
+                lengths[dim] != shape[dim], shape, dim, placements, sizes, path
+            )
             found[axis], lengths[dim] = Split(dim, length), length
         elif placement.is_partial() and getattr(placement, "reduce_op", "") == "sum":
             found[axis] = SUM
         else:
             raise ArgumentError(
-                f"{path} has the placement {placement}; use Shard, Replicate or Partial."
+                f"{path} has the placement {placement}; use Shard, Replicate or "
+                "Partial."
             )
     return tuple(found)
 
@@ -227,9 +230,9 @@ def _check_nested(
     )
     if nested and shape[dim] % ranks:
         raise ArgumentError(
-            f"{path}: dimension {dim} of length {shape[dim]} is sharded by several mesh "
-            f"axes with {ranks} ranks together, which must divide it. Shard it on one "
-            "axis, or pass the full tensor."
+            f"{path}: dimension {dim} of length {shape[dim]} is sharded by several "
+            f"mesh axes with {ranks} ranks together, which must divide it. Shard it "
+            "on one axis, or pass the full tensor."
         )
 
 
@@ -284,5 +287,5 @@ def mesh_of(leaves: Sequence[Any], paths: Sequence[str]) -> DeviceMesh | None:
 
 
 def same_mesh(first: DeviceMesh, second: DeviceMesh) -> bool:
-    """Whether two meshes have the same ranks and axes, and both or none are emulated."""
+    """Whether two meshes have the same ranks and axes, emulated both or neither."""
     return first == second and is_emulated(first) == is_emulated(second)

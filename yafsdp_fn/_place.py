@@ -13,130 +13,31 @@ Values made of constants alone are made where they are used, in the placement wa
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from . import _rules
-from ._layout import SUM, WHOLE, Meta, Pending, Placement, Placements, Split, replace
-from ._rules import Site
+from ._choose import choose, linear_choices, needs_of_result, pends
+from ._graph import Graph, Node, Ref, map_leaves, refs
+from ._layout import SUM, WHOLE, Meta, Pending, Placements, Split, replace
+from ._placed import (
+    AllGather,
+    AllReduce,
+    First,
+    Move,
+    Placed,
+    ReduceScatter,
+    Slice,
+    Step,
+    Value,
+)
+from ._rule_kinds import Site
 from ._sharding import Sharding
-from ._trace import Graph, Node, Ref, map_leaves, refs
 
 _log = logging.getLogger("yafsdp_fn")
 
-# --- the placed graph -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class AllGather:
-    """Ranks of an axis exchange their parts of `dim`."""
-
-    axis: int
-    dim: int
-    chunk: int
-
-
-@dataclass(frozen=True)
-class ReduceScatter:
-    """Sum over the ranks of an axis; each keeps its part of `dim`."""
-
-    axis: int
-    dim: int
-    chunk: int
-
-
-@dataclass(frozen=True)
-class AllReduce:
-    """Sum, maximum or minimum over the ranks of an axis."""
-
-    axis: int
-    op: str
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A rank's own part of a value that it holds whole; moves nothing."""
-
-    axis: int
-    dim: int
-    chunk: int
-
-
-@dataclass(frozen=True)
-class First:
-    """A whole value as a pending sum: rank 0 keeps it, the others hold zeros."""
-
-    axis: int
-
-
-Collective = AllGather | ReduceScatter | AllReduce
-Move = Collective | Slice | First
-
-
-@dataclass(frozen=True, eq=False)
-class Value:
-    """A value with its placement.
-
-    `family` is shared by all placements of the same global value; `batch` tells that
-    its splits come from the batch, so that it must not move; `label` is the path of the
-    leaf that it was made from.
-    """
-
-    ref: Ref
-    meta: Meta
-    placements: Placements
-    family: int
-    batch: bool = False
-    label: str = ""
-    made_by: "Step | None" = None
-    constant: Node | None = None
-
-    @property
-    def is_free(self) -> bool:
-        """Made of constants alone, and not made yet."""
-        return self.constant is not None and self.made_by is None
-
-    @property
-    def is_pending(self) -> bool:
-        return any(isinstance(p, Pending) for p in self.placements)
-
-
-@dataclass(frozen=True, eq=False)
-class Step:
-    """An operator or a move on placed values.
-
-    `planned` is false for a collective that none of rules 1 and 2 asked for; `replay`
-    marks what is recomputed on gathered values.
-    """
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    operands: tuple[Value, ...]
-    outputs: tuple[Ref | None, ...]
-    line: str = ""
-    sharding: Sharding | None = None
-    planned: bool = True
-    replay: bool = False
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A placed graph: what `place` hands to `lower`."""
-
-    sizes: tuple[int, ...]
-    inputs: tuple[Value, ...]
-    steps: tuple[Step, ...]
-    values: Mapping[int, Value]
-    outputs: tuple[Value | None, ...]
-
-
 # --- placing --------------------------------------------------------------------------
-
-_BATCH_COST = 1e6  # a byte of batch against a byte of state
 
 
 def place(
@@ -167,14 +68,6 @@ def place(
         for output, wanted in zip(graph.outputs, outputs, strict=True)
     ]
     return placer.finish(finals)
-
-
-@dataclass
-class _Choice:
-    """What one axis asks of the operands, and what it makes of the results."""
-
-    needs: list[Placement]
-    results: list[Placement]
 
 
 @dataclass
@@ -219,7 +112,9 @@ class _Placer:
             self.versions[family, placements] = value
         return value
 
-    def emit(self, step: Step, metas: Sequence[Meta | None], **kind: Any) -> list[Value]:
+    def emit(
+        self, step: Step, metas: Sequence[Meta | None], **kind: Any
+    ) -> list[Value]:
         """Append a step and make its results; `kind` holds a list for each option."""
         made = []
         for n, meta in enumerate(metas):
@@ -269,7 +164,9 @@ class _Placer:
     def compute(
         self, node: Node, site: Site, rule: Sharding | None, operands: list[Value]
     ) -> list[Value]:
-        choices = [self.choose(site, rule, operands, a) for a in range(len(self.sizes))]
+        choices = [
+            choose(rule, operands, len(site.outputs), a) for a in range(len(self.sizes))
+        ]
         needs = [tuple(c.needs[n] for c in choices) for n in range(len(operands))]
         results = [
             tuple(c.results[n] for c in choices) for n in range(len(site.outputs))
@@ -298,7 +195,14 @@ class _Placer:
         outputs = self.next_refs(site.outputs)
         replay = replay_of is not None or _views_gathered(node.op, inputs)
         step = Step(
-            node.op, args, kwargs, tuple(inputs), outputs, node.line, rule, replay=replay
+            node.op,
+            args,
+            kwargs,
+            tuple(inputs),
+            outputs,
+            node.line,
+            rule,
+            replay=replay,
         )
         batch = any(v.batch and v.placements != self.whole for v in inputs)
         label = next((v.label for v in inputs if v.label and not v.batch), "")
@@ -312,89 +216,15 @@ class _Placer:
             kind["family"] = [replay_of.family]
         return self.emit(step, site.outputs, **kind)
 
-    # --- choosing on one axis ---
-
-    def choose(
-        self, site: Site, rule: Sharding | None, operands: list[Value], axis: int
-    ) -> _Choice:
-        """The cheapest of all ways to compute an operator on one axis."""
-        count, results = len(operands), len(site.outputs)
-        if rule is not None and any(_pends(v, axis) for v in operands):
-            linear = next(self.linear_choices(rule, operands, axis), None)
-            assert linear is not None
-            return linear
-        chosen = _Choice([WHOLE] * count, [WHOLE] * results)
-        for inputs, outputs in rule.pieces() if rule else ():
-            choice = self.cheapest(rule, operands, inputs, axis)
-            for n in inputs:
-                chosen.needs[n] = choice.needs[n]
-            for n in outputs:
-                chosen.results[n] = choice.results[n]
-        return chosen
-
-    def cheapest(
-        self,
-        rule: Sharding,
-        operands: list[Value],
-        inputs: Sequence[int],
-        axis: int,
-    ) -> _Choice:
-        """Of the splits that some operand has, and none, the one that moves least."""
-        choices = list(self.factor_choices(rule, operands, inputs, axis))
-        choices.append(
-            _Choice([WHOLE] * len(rule.inputs), [WHOLE] * len(rule.outputs))
-        )
-        return min(
-            choices,
-            key=lambda c: sum(_cost(operands[n], c.needs[n], axis) for n in inputs),
-        )
-
-    def factor_choices(
-        self,
-        rule: Sharding,
-        operands: list[Value],
-        inputs: Sequence[int],
-        axis: int,
-    ) -> Iterator[_Choice]:
-        for n in inputs:
-            value, dims = operands[n], rule.inputs[n]
-            split = value.placements[axis]
-            if value.is_free or not isinstance(split, Split):
-                continue
-            cut = rule.factor_of(dims, split)
-            if cut is not None and cut[0] not in rule.whole:
-                choice = _split_choice(rule, *cut)
-                if choice is not None:
-                    yield choice
-
-    def linear_choices(
-        self, rule: Sharding, operands: list[Value], axis: int
-    ) -> Iterator[_Choice]:
-        """Ways to keep a pending sum pending."""
-        pending = {n for n, v in enumerate(operands) if _pends(v, axis)}
-        sums = all(operands[n].placements[axis] == SUM for n in pending)
-        for group in rule.linear:
-            others = [v for n, v in enumerate(operands) if n not in pending]
-            whole = all(v.is_free or v.placements[axis] == WHOLE for v in others)
-            if pending <= group and sums and whole and self.is_small(rule, operands):
-                needs = [SUM if n in group else WHOLE for n in range(len(operands))]
-                yield _Choice(needs, [SUM] * len(rule.outputs))
-
-    def is_small(self, rule: Sharding, operands: list[Value]) -> bool:
-        """Whether a pending result is no larger than the pending operands."""
-        pending = sum(v.meta.numel for v in operands if v.is_pending)
-        result = sum(_numel(dims, rule) for dims in rule.outputs if dims is not None)
-        return result <= max(pending, 1)
-
     # --- pending values ---
 
     def resolve_unless_linear(self, node: Node, rule: Sharding | None) -> None:
         """Reduce the pending operands of an operator that is not linear in them."""
         numbers = [r.id for r in refs((node.args, node.kwargs))]
         operands = [self.current[n] for n in numbers]
-        axes = [a for a in range(len(self.sizes)) if any(_pends(v, a) for v in operands)]
+        axes = [a for a in range(len(self.sizes)) if any(pends(v, a) for v in operands)]
         if rule is not None and all(
-            any(True for _ in self.linear_choices(rule, operands, a)) for a in axes
+            any(True for _ in linear_choices(rule, operands, a)) for a in axes
         ):
             return
         for number in numbers:
@@ -402,18 +232,24 @@ class _Placer:
                 self.current[number] = self.resolve(self.current[number])
 
     def resolve(self, value: Value) -> Value:
-        """Reduce a pending value, onto the placement of the state of its shape."""
+        """Reduce a pending value, onto the placement of the state of its shape.
+
+        What comes out is state: its splits are those of a leaf, not of the batch.
+        """
         target = self.targets.get(value.meta.shape, self.whole)
         for axis, placement in enumerate(value.placements):
             wanted = target[axis]
-            if placement == SUM and isinstance(wanted, Split):
-                if not _cuts(value.placements, wanted.dim, after=axis):
-                    move = ReduceScatter(axis, wanted.dim, wanted.chunk)
-                    value = self.move(value, move, replace(value.placements, axis, wanted))
+            if placement != SUM or not isinstance(wanted, Split):
+                continue
+            if not _cuts(value.placements, wanted.dim, after=axis):
+                move = ReduceScatter(axis, wanted.dim, wanted.chunk)
+                value = self.move(value, move, replace(value.placements, axis, wanted))
         for axis, placement in enumerate(value.placements):
             if isinstance(placement, Pending):
                 move_all = AllReduce(axis, placement.op)
-                value = self.move(value, move_all, replace(value.placements, axis, WHOLE))
+                value = self.move(
+                    value, move_all, replace(value.placements, axis, WHOLE)
+                )
         return value
 
     # --- moving values ---
@@ -462,7 +298,7 @@ class _Placer:
             [value.meta],
             placements=[placements],
             family=[value.family],
-            batch=[value.batch],
+            batch=[value.batch and not isinstance(move, ReduceScatter)],
             label=[value.label],
         )[0]
 
@@ -497,7 +333,7 @@ class _Placer:
         rule = _rules.find(site)
         if rule is None or len(site.outputs) != 1 or rule.outputs[0] is None:
             return None
-        return _needs_of_result(rule, target)
+        return needs_of_result(rule, target)
 
     def replays(self, value: Value, target: Placements) -> bool:
         """Whether to gather further back and repeat the step that made a value."""
@@ -507,14 +343,16 @@ class _Placer:
         behind = self.behind(step, target)
         if behind is None:
             return False
-        return behind <= value.meta.nbytes if _is_view(step) else (
-            behind < value.meta.nbytes
+        return (
+            behind <= value.meta.nbytes
+            if _is_view(step)
+            else (behind < value.meta.nbytes)
         )
 
     def behind(self, step: Step, target: Placements) -> float | None:
         """Bytes to gather if a step is repeated on gathered operands."""
         assert step.sharding is not None
-        needs = _needs_of_result(step.sharding, target)
+        needs = needs_of_result(step.sharding, target)
         if needs is None:
             return None
         return sum(
@@ -534,8 +372,9 @@ class _Placer:
 
     def replay(self, value: Value, target: Placements) -> Value:
         step = value.made_by
-        assert step is not None and step.sharding is not None
-        needs = _needs_of_result(step.sharding, target)
+        assert step is not None
+        assert step.sharding is not None
+        needs = needs_of_result(step.sharding, target)
         assert needs is not None
         inputs = [self.want(v, p) for v, p in zip(step.operands, needs, strict=True)]
         node = Node(step.op, step.args, step.kwargs, step.outputs, step.line)
@@ -573,79 +412,9 @@ class _Placer:
 # --- helpers --------------------------------------------------------------------------
 
 
-def _pends(value: Value, axis: int) -> bool:
-    return not value.is_free and isinstance(value.placements[axis], Pending)
-
-
-def _cost(value: Value, need: Placement, axis: int) -> float:
-    have = value.placements[axis]
-    if value.is_free or have in (need, WHOLE):
-        return 0.0
-    return value.meta.nbytes * (_BATCH_COST if value.batch else 1.0)
-
-
-def _numel(dims: Any, rule: Sharding) -> int:
-    count = 1
-    for dim in dims:
-        for factor in dim:
-            count *= rule.sizes[factor]
-    return count
-
-
-def _split_choice(rule: Sharding, factor: str, chunk: int) -> _Choice | None:
-    """Operands and results when a factor is split into parts of `chunk`."""
-    needs: list[Placement] = []
-    for n, dims in enumerate(rule.inputs):
-        if rule.has(dims, factor):
-            split = rule.split_of(dims, factor, chunk)
-            if split is None:
-                return None
-            needs.append(split)
-        else:
-            adds = n in rule.addend and factor in rule.reduce
-            needs.append(SUM if adds else WHOLE)
-    results = [_split_result(rule, dims, factor, chunk) for dims in rule.outputs]
-    if any(result is None for result in results):
-        return None
-    return _Choice(needs, [r for r in results if r is not None])
-
-
-def _split_result(
-    rule: Sharding, dims: Any, factor: str, chunk: int
-) -> Placement | None:
-    if dims is None:
-        return WHOLE
-    if rule.has(dims, factor):
-        return rule.split_of(dims, factor, chunk)
-    return Pending(rule.reduce[factor]) if factor in rule.reduce else None
-
-
-def _needs_of_result(rule: Sharding, target: Placements) -> list[Placements] | None:
-    """How the operands lie when the first result lies as `target`."""
-    needs: list[list[Placement]] = [[] for _ in rule.inputs]
-    for placement in target:
-        if isinstance(placement, Pending) or rule.outputs[0] is None:
-            return None
-        if isinstance(placement, Split):
-            cut = rule.factor_of(rule.outputs[0], placement)
-            choice = None if cut is None or cut[0] in rule.whole else _split_choice(
-                rule, *cut
-            )
-            if choice is None:
-                return None
-            rows = choice.needs
-        else:
-            rows = [WHOLE] * len(rule.inputs)
-        for need, row in zip(needs, rows, strict=True):
-            need.append(row)
-    return [tuple(need) for need in needs]
-
-
 def _cuts(placements: Placements, dim: int, after: int) -> bool:
     """Whether an axis inside `after` already splits `dim`."""
-    return any(
-        isinstance(p, Split) and p.dim == dim for p in placements[after + 1 :]
-    )
+    return any(isinstance(p, Split) and p.dim == dim for p in placements[after + 1 :])
 
 
 def _must_gather(value: Value, target: Placements, axis: int) -> bool:
@@ -665,35 +434,22 @@ def _must_gather(value: Value, target: Placements, axis: int) -> bool:
     )
 
 
-_VIEWS = {
-    op
-    for op, rule in _rules.RULES.items()
-    if rule in (_rules.reshape, _rules.squeezes, _rules.select, _rules.slices)
-    or op
-    in (
-        torch.ops.aten.permute.default,
-        torch.ops.aten.transpose.int,
-        torch.ops.aten.t.default,
-    )
-}
-
-
 def _is_view(step: Step) -> bool:
-    return step.op in _VIEWS
+    return step.op in _rules.VIEWS
 
 
 def _views_gathered(op: Any, inputs: Sequence[Value]) -> bool:
     """Whether a value is a view of gathered memory, and so lives no longer than it."""
     makers = [v.made_by for v in inputs if v.made_by is not None]
-    return op in _VIEWS and any(
-        isinstance(m.op, AllGather) and m.planned or m.replay for m in makers
+    return op in _rules.VIEWS and any(
+        (isinstance(m.op, AllGather) and m.planned) or m.replay for m in makers
     )
 
 
 def _can_replay(step: Step) -> bool:
     if step.sharding is None or len(step.outputs) != 1 or step.replay:
         return False
-    elementwise = _rules.RULES.get(step.op) in (None, _rules.pointwise)
+    elementwise = _rules.is_elementwise(step.op)
     return _is_view(step) or elementwise
 
 

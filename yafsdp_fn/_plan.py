@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ._graph import Ref, map_leaves
 from ._lower import Local as Step
-from ._place import Placed
+from ._placed import Placed
 from ._program import (
     Adjust,
     Compute,
@@ -25,7 +26,6 @@ from ._program import (
     Transfer,
     Wait,
 )
-from ._trace import Ref, map_leaves
 
 
 def plan(placed: Placed, steps: Sequence[Step], axes: Sequence[str]) -> Program:
@@ -147,14 +147,20 @@ def _groups(
     for position, step in enumerate(steps):
         behind = [maker[r.id] for r in step.reads if r.id in maker]
         inside = [group[m] for m in behind if m in group]
-        gather = isinstance(step, Transfer) and step.kind == "all_gather"
-        replay = isinstance(step, Compute) and step.replay and len(inside) > 0
         kept = any(r.id in returned for r in step.writes)
-        pure = all(m in group for m in behind) or gather
-        if (gather and step.planned or replay and pure) and not kept:
+        replayed = _is_replay(step) and 0 < len(inside) == len(behind)
+        if (_is_gather(step) or replayed) and not kept:
             group[position] = position
             _merge(group, position, inside)
     return group
+
+
+def _is_gather(step: Step) -> bool:
+    return isinstance(step, Transfer) and step.kind == "all_gather" and step.planned
+
+
+def _is_replay(step: Step) -> bool:
+    return isinstance(step, Compute) and step.replay
 
 
 def _merge(group: dict[int, int], new: int, others: Iterable[int]) -> None:
@@ -172,7 +178,7 @@ def _stretches(
     for position, step in enumerate(steps):
         if position not in group:
             for ref in step.reads:
-                member = maker.get(ref.id)
+                member = maker.get(ref.id, -1)
                 if member in group and position not in uses[group[member]]:
                     uses[group[member]].append(position)
     return {number: _cut(at, number, uses) for number, at in uses.items()}
@@ -182,7 +188,7 @@ def _cut(
     at: Sequence[int], number: int, uses: Mapping[int, Sequence[int]]
 ) -> dict[int, int]:
     """Cut a group's uses at the widest gap in which other groups are used."""
-    gaps = [(after - before, after) for before, after in zip(at, at[1:], strict=False)]
+    gaps = [(after - before, after) for before, after in itertools.pairwise(at)]
     width, start = max(gaps, default=(0, 0))
     others = (p for other, ps in uses.items() if other != number for p in ps)
     crossed = any(start - width < position < start for position in others)

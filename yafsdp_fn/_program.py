@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._errors import ProgramError
-from ._layout import Meta, Placements, interval, local_shape
-from ._place import First, Slice
-from ._trace import Ref, map_leaves, refs
+from ._graph import Ref, map_leaves, refs
+from ._layout import Meta, Pending, Placements, Split, interval, local_shape
+from ._placed import First, Slice
 
 # --- instructions ---------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class Adjust:
-    """A rank's part of a whole value, or a whole value as a pending sum: no bytes move."""
+    """A part of a whole value, or a whole value as a pending sum: no bytes move."""
 
     move: Slice | First
     source: Ref
@@ -208,9 +208,13 @@ class Program:
 
         Values are written `%3: f32[8/4,16]`: of eight rows every rank holds a part.
         """
-        mesh = " × ".join(f"{n}={s}" for n, s in zip(self.axes, self.sizes, strict=True))
+        mesh = " × ".join(
+            f"{n}={s}" for n, s in zip(self.axes, self.sizes, strict=True)
+        )
         lines = [f"program on mesh {mesh}"]
-        lines += [f"{self.name(r):<40} input {self.values[r.id].label}" for r in self.inputs]
+        lines += [
+            f"{self.name(r):<40} input {self.values[r.id].label}" for r in self.inputs
+        ]
         lines += [self._line(instruction) for instruction in self.instructions]
         shown = ", ".join("static" if r is None else str(r) for r in self.outputs)
         return "\n".join([*lines, f"return {shown}"])
@@ -221,9 +225,9 @@ class Program:
         cuts = [str(n) for n in value.meta.shape]
         pending = ""
         for name, size, p in zip(self.axes, self.sizes, value.placements, strict=True):
-            if hasattr(p, "chunk"):
+            if isinstance(p, Split):
                 cuts[p.dim] += f"/{size}"
-            elif hasattr(p, "op"):
+            elif isinstance(p, Pending):
                 pending += f" pending {p.op} over {name}"
         dtype = str(Meta((), value.meta.dtype, ())).removesuffix("[]")
         return f"{ref}: {dtype}[{','.join(cuts)}]{pending}"
@@ -258,7 +262,9 @@ class Program:
         sources = ", ".join(map(str, transfer.sources))
         planned = "" if transfer.planned else " unplanned"
         what = f"{word}_start {sources} {transfer.kind} over {self.axes[transfer.axis]}"
-        return f"{'':<40} {what}, {moved} bytes{planned} # {transfer.label}".rstrip(" #")
+        return f"{'':<40} {what}, {moved} bytes{planned} # {transfer.label}".rstrip(
+            " #"
+        )
 
 
 def bind(arguments: Any, coordinate: Sequence[int]) -> Any:
@@ -304,7 +310,9 @@ class _Checker:
         self.pending: dict[int, Transfer] = {}  # by the first target
 
     def step(self, where: str, instruction: Instruction) -> None:
-        self._require(where, set(instruction.reads) <= self._refs(), "reads no live value")
+        self._require(
+            where, set(instruction.reads) <= self._refs(), "reads no live value"
+        )
         if isinstance(instruction, Start):
             self._start(where, instruction.transfer)
         elif isinstance(instruction, Wait):
@@ -355,7 +363,9 @@ def live_bytes(program: Program, coordinate: Sequence[int]) -> Iterator[int]:
     views = _views(program)
     total = sum(held.values())
     for instruction in program.instructions:
-        starting = instruction.transfer.targets if isinstance(instruction, Start) else ()
+        starting = (
+            instruction.transfer.targets if isinstance(instruction, Start) else ()
+        )
         for ref in (*instruction.writes, *starting):
             if ref.id not in held:
                 held[ref.id] = 0 if ref.id in views else _held(program, ref, coordinate)

@@ -10,7 +10,7 @@ import torch
 
 from ._arguments import Call
 from ._errors import RetraceWarning
-from ._trace import Graph, Output, Ref
+from ._graph import Graph, Output, Ref
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,9 @@ def _alike(call: Call, graph: Graph, state: Subtree, element: Subtree) -> bool:
 def _same_shape(leaf: Any, graph: Graph, output: Output) -> bool:
     if isinstance(leaf, torch.Tensor) and isinstance(output.value, Ref):
         return tuple(leaf.shape) == graph.metas[output.value.id].shape
-    return not isinstance(leaf, torch.Tensor) and not isinstance(output.value, Ref | None)
+    return not isinstance(leaf, torch.Tensor) and not isinstance(
+        output.value, Ref | None
+    )
 
 
 # --- drift ----------------------------------------------------------------------------
@@ -106,7 +108,9 @@ def _warn_of_drift(call: Call, graph: Graph, state: Subtree, element: Subtree) -
     for path in [*before, *(p for p in after if p not in before)]:
         old, new = before.get(path, "nothing"), after.get(path, "nothing")
         if old != new:
-            warnings.warn(_drift(state.name + path, old, new), RetraceWarning, stacklevel=6)
+            warnings.warn(
+                _drift(state.name + path, old, new), RetraceWarning, stacklevel=6
+            )
             return
 
 
@@ -125,7 +129,9 @@ def _of_output(graph: Graph, output: Output) -> Any:
     if isinstance(output.value, Ref):
         meta = graph.metas[output.value.id]
         return float if output.is_float else (meta.shape, meta.dtype)
-    return float if isinstance(output.value, float) else (type(output.value), output.value)
+    return (
+        float if isinstance(output.value, float) else (type(output.value), output.value)
+    )
 
 
 def _comparable(before: Any, after: Any) -> bool:
@@ -135,8 +141,8 @@ def _comparable(before: Any, after: Any) -> bool:
 
 def _drift(path: str, old: Any, new: Any) -> str:
     return (
-        f"{path} goes in as {_shown(old)} and comes out as {_shown(new)}, so a loop that "
-        "feeds it back traces the step again at every call. Return it with the "
+        f"{path} goes in as {_shown(old)} and comes out as {_shown(new)}, so a loop "
+        "that feeds it back traces the step again at every call. Return it with the "
         "structure, shape and dtype it came with (a counter as a 0-dim tensor)."
     )
 

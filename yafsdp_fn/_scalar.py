@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class ValueRead(Exception):
+class ValueReadError(Exception):
     """The step needs the float itself: it becomes a static value of the program."""
 
 
@@ -17,12 +17,16 @@ class LiveFloat:
 
     It has a float's arithmetic and type promotion, over a 0-dim float64 tensor. What
     needs the number itself (`float(x)`, `x > 0`, an argument that torch takes only as a
-    number) raises `ValueRead` or `TypeError`; the step is then traced once more with
-    the float as a constant, and again for every new value of it.
+    number) raises an error; the step is then traced once more with the float as a
+    constant, and again for every new value of it.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # so that isinstance(x, float) holds, as for a float
+        return float
 
     @classmethod
     def __torch_function__(
@@ -46,7 +50,7 @@ class LiveFloat:
         return self.tensor.to(dtype)
 
     def _read(self, *_: Any) -> Any:
-        raise ValueRead
+        raise ValueReadError
 
     __float__ = __int__ = __bool__ = __index__ = __hash__ = _read
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _read

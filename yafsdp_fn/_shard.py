@@ -14,12 +14,12 @@ from ._arguments import Call, Names, signature_of
 from ._boundary import placements_of
 from ._capture import Captures, captures
 from ._donate import refuse_donated
-from ._errors import ArgumentError, MismatchError, TraceError
+from ._errors import ArgumentError, MismatchError
+from ._graph import Graph, Ref
 from ._mesh import mesh_of, same_mesh
-from ._scalar import ValueRead
 from ._stages import Compiled, Lowered, Traced
 from ._torch import is_functorch_wrapped
-from ._trace import Graph, Ref, trace
+from ._trace import trace
 from ._world import world_of
 
 Parameters = ParamSpec("Parameters")
@@ -105,8 +105,9 @@ class ShardedFunction(Generic[Parameters, Returned]):
             )
         if found is not None and self._mesh and not same_mesh(found, self._mesh):
             raise ArgumentError(
-                f"the arguments lie on {found}, but {self._fn.__qualname__} was sharded "
-                f"for {self._mesh}. Distribute them on that mesh, or leave out mesh=."
+                f"the arguments lie on {found}, but {self._fn.__qualname__} was "
+                f"sharded for {self._mesh}. Distribute them on that mesh, or leave "
+                "out mesh=."
             )
         mesh = found if found is not None else self._mesh
         assert mesh is not None
@@ -147,7 +148,7 @@ class ShardedFunction(Generic[Parameters, Returned]):
         self._traces += 1
         try:
             graph, live = _trace(call, captured, True), True
-        except (ValueRead, TypeError, TraceError):
+        except Exception:  # torch says in many ways that it needs the number itself
             if not _floats(call):
                 raise
             graph, live = _trace(call, captured, False), False
@@ -264,10 +265,10 @@ def shard(
         donate_argnames: The same by name.
 
     Returns:
-        A function with the same parameters. Of a DTensor argument the placement is kept;
-        a plain tensor is the global value, the same on every rank. Results that are
-        sharded are DTensors placed as the argument that they take the place of; results
-        that are replicated are plain tensors.
+        A function with the same parameters. Of a DTensor argument the placement is
+        kept; a plain tensor is the global value, the same on every rank. Results that
+        are sharded are DTensors placed as the argument that they take the place of;
+        results that are replicated are plain tensors.
 
     Raises:
         ArgumentError: At the call: no mesh, two meshes, a batch without a leading

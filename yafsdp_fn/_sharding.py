@@ -15,6 +15,7 @@ from ._layout import Meta, Split
 
 Dim = tuple[str, ...]
 Dims = tuple[Dim, ...]
+Piece = tuple[tuple[int, ...], tuple[int, ...]]  # operands, results
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Sharding:
         sizes: The length of every factor.
         whole: Factors that must not be split.
         reduce: Factors over which the operator reduces, with "sum", "max" or "min".
-        linear: Sets of operands; pending sums in (some of) one set give pending results.
+        linear: Sets of operands; pending sums in one set give pending results.
         addend: Operands that are added to a sum over a split factor once, not per rank.
         shape_argument: Position of the argument that holds the first result's shape.
         bundle: Lists of operands and results that do not touch each other; each list is
@@ -42,9 +43,9 @@ class Sharding:
     linear: tuple[frozenset[int], ...] = ()
     addend: frozenset[int] = frozenset()
     shape_argument: int | None = None
-    bundle: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    bundle: tuple[Piece, ...] = ()
 
-    def pieces(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    def pieces(self) -> tuple[Piece, ...]:
         """Operands and results of every part that is placed by itself."""
         everything = (tuple(range(len(self.inputs))), tuple(range(len(self.outputs))))
         return self.bundle or (everything,)
@@ -70,6 +71,10 @@ class Sharding:
                 return Split(dim, chunk * minor) if major == 1 and minor else None
         return None
 
+    def numel(self, dims: Dims) -> int:
+        """The number of elements of an operand or result."""
+        return math.prod(self.sizes[factor] for dim in dims for factor in dim)
+
     def has(self, dims: Dims, factor: str) -> bool:
         """Whether a factor occurs in `dims`."""
         return any(factor in dim for dim in dims)
@@ -88,7 +93,9 @@ def sharding(
     fit the shapes, so that an unforeseen form of an operator is gathered, never wrong.
     """
     named = [*zip(inputs, metas, strict=True)]
-    named += [(d, m) for d, m in zip(outputs, results, strict=True) if d is not None and m]
+    named += [
+        (d, m) for d, m in zip(outputs, results, strict=True) if d is not None and m
+    ]
     sizes: dict[str, int] = dict(options.pop("sizes", {}))  # type: ignore[call-overload]
     for dims, meta in named:
         if len(dims) != len(meta.shape) or not _fits(dims, meta.shape, sizes):

@@ -1,4 +1,4 @@
-"""The stages of a step, each of which can be stopped at and read, as in `jax.stages`."""
+"""The stages of a step; stop at each of them and read it, as in `jax.stages`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +19,13 @@ from ._boundary import (
     wanted_placements,
 )
 from ._capture import Captures
+from ._graph import Graph
 from ._layout import Placements
 from ._lower import lower
 from ._mesh import axis_names, axis_sizes
 from ._place import place
 from ._plan import plan
 from ._program import Program, peak
-from ._trace import Graph
 from ._tree import unflatten
 from ._world import World, world_of
 
@@ -96,7 +96,9 @@ class Lowered:
         kept = {ref.id for ref in program.outputs if ref is not None}
         return {
             "peak_bytes": peak(program),
-            "shard_bytes": sum(program.values[r.id].nbytes(first) for r in program.inputs),
+            "shard_bytes": sum(
+                program.values[r.id].nbytes(first) for r in program.inputs
+            ),
             "output_bytes": sum(program.values[n].nbytes(first) for n in kept),
         }
 

@@ -69,6 +69,17 @@ def without_edit(op: Any) -> Any:
     return getattr(packet, op._overloadname, None)  # public replacement: none
 
 
+def written(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[torch.Tensor]:
+    """The tensors that an operator writes to. Public replacement: none."""
+    names = [a.name for a in op._schema.arguments if a.is_write]
+    given = dict(zip((a.name for a in op._schema.arguments), args, strict=False))
+    values = [(given | dict(kwargs)).get(name) for name in names]
+    listed = [v if isinstance(v, list | tuple) else [v] for v in values]
+    return [t for row in listed for t in row if isinstance(t, torch.Tensor)]
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Equal for tensors that share memory, fake ones too. Public replacement: none."""
     return tensor.untyped_storage()._cdata
@@ -89,6 +100,9 @@ def offline_mesh(
 
 
 # --- collectives ----------------------------------------------------------------------
+
+# Exported at run time only. Public replacement: none that is typed.
+HashStore: Any = dist.HashStore  # type: ignore[attr-defined]
 
 # torch 2.13 renames these two and deprecates the old names, which 2.11 and 2.12 have.
 all_gather_single = getattr(dist, "all_gather_single", None) or (

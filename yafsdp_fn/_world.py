@@ -73,7 +73,9 @@ class ProcessWorld:
         self.mesh = mesh
         self.coordinate = own_coordinate(mesh)
         sizes = tuple(mesh.shape)
-        self.groups = [mesh.get_group(a) if n > 1 else None for a, n in enumerate(sizes)]
+        self.groups = [
+            mesh.get_group(a) if n > 1 else None for a, n in enumerate(sizes)
+        ]
 
     def part(self, leaf: torch.Tensor, placements: Placements) -> torch.Tensor:
         if isinstance(leaf, DTensor):
@@ -103,13 +105,13 @@ class ProcessWorld:
         return Runner(program, self.coordinate, self.groups)
 
     def agree(self, text: str) -> None:
-        """Gather a digest over every axis; if two differ, gather the texts and raise."""
+        """Gather a digest over every axis; if two differ, the texts, and raise."""
         found = self._all(hash_of(text))
         if len(set(found)) > 1:
             raise MismatchError(_difference(self._all(text)))
 
     def _all(self, value: str) -> list[str]:
-        """The value of every rank of the mesh: gathered along one axis after another."""
+        """The value of every rank: gathered along one axis after another."""
         gathered = [value]
         for group in self.groups:
             if group is not None:
@@ -130,7 +132,9 @@ def _difference(texts: Sequence[str]) -> str:
     for rank, text in enumerate(texts):
         lines = text.splitlines()
         if lines != first:
-            pairs = zip(first + [""] * len(lines), lines + [""] * len(first), strict=False)
+            pairs = zip(
+                first + [""] * len(lines), lines + [""] * len(first), strict=False
+            )
             mine, other = next((a, b) for a, b in pairs if a != b)
             return (
                 "the ranks hold different programs. The first difference: rank 0 has\n"
@@ -177,7 +181,9 @@ class EmulatedWorld:
         placed: Sequence[TorchPlacement],
     ) -> DTensor:
         local = LocalTensor(dict(enumerate(part)))
-        return make_dtensor(local, mesh, placed, meta.shape, meta.stride, EmulatedTensor)
+        return make_dtensor(
+            local, mesh, placed, meta.shape, meta.stride, EmulatedTensor
+        )
 
     def plain(self, part: list[torch.Tensor]) -> torch.Tensor:
         return part[0]

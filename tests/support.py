@@ -77,6 +77,7 @@ def agree(
     *args: Any,
     world: int | tuple[int, int] = 4,
     steps: int = 3,
+    rtol: float | None = None,
     **options: Any,
 ) -> yf.ShardedFunction[..., Any]:
     """Run a step plain and sharded; feed results back where they fit; compare each.
@@ -90,7 +91,7 @@ def agree(
     for _ in range(steps):
         wanted = step(*plain)
         found = sharded(*placed)
-        assert_same(found, wanted)
+        assert_same(found, wanted, rtol)
         yf.check(sharded.lower(*placed).plan)
         plain, placed = _fed(plain, wanted), _fed(placed, found)
     return sharded

@@ -350,7 +350,7 @@ def test_a_float_that_is_read_is_never_stale(step: Step) -> None:
     sharded = yf.shard(step, mesh=mesh_of(2))
     for lr in (0.1, 0.01, 0.1, 0.2):
         assert_same(sharded(WEIGHT, lr, BATCH), step(WEIGHT, lr, BATCH))
-    # Nothing is traced for a value that was seen; two attempts at the first one at most.
+    # Nothing is traced for a value that was seen before.
     assert sharded.trace_count() <= 4
     assert sharded.cache_size() <= 3
 

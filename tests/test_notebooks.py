@@ -1,6 +1,12 @@
-"""The notebooks run from top to bottom, and are stored as a reader should find them."""
+"""The notebooks run from top to bottom, and are stored as a reader should find them.
+
+    python tests/test_notebooks.py    # executes them and stores what they show
+
+is for after a change of a cell, or of what the library prints.
+"""
 
 import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +101,17 @@ def text_of(cell: Any) -> str:
         for output in cell.outputs
     )
     return "\n".join(shown)
+
+
+def store(path: Path) -> None:
+    """Executes a notebook and writes it back with its outputs."""
+    notebook = read(path)
+    with tempfile.TemporaryDirectory() as directory:
+        execute(notebook, Path(directory))
+    notebook.metadata["language_info"] = {"name": "python"}  # nothing of this machine
+    nbformat.write(notebook, path)
+
+
+if __name__ == "__main__":
+    for notebook_path in NOTEBOOKS:
+        store(notebook_path)

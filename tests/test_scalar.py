@@ -120,16 +120,14 @@ def test_two_dtypes_promote_as_without_it() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(199,), ()])
 @pytest.mark.parametrize("name", ["add", "sub", "mul", "truediv"])
 def test_its_digits_are_not_rounded_before_the_operator(
-    dtype: torch.dtype, shape: tuple[int, ...], name: str
+    dtype: torch.dtype, name: str
 ) -> None:
     op, other = getattr(operator, name), torch.arange(1.0, 200.0).to(dtype) / 37
-    for row in [other] if shape else other:
-        for x in (0.1, 0.001234567, 3.3):
-            assert torch.equal(op(row, live(x)), op(row, x))
-            assert torch.equal(op(live(x), row), op(x, row))
+    for x in (0.1, 0.001234567, 3.3):
+        assert torch.equal(op(other, live(x)), op(other, x))
+        assert torch.equal(op(live(x), other), op(x, other))
 
 
 # --- reads ----------------------------------------------------------------------------
@@ -145,7 +143,6 @@ def test_its_digits_are_not_rounded_before_the_operator(
         hash,
         "{:.2f}".format,
         lambda x: x > 0,
-        lambda x: 0 < x,
         lambda x: x == 0.5,
         lambda x: {x: 1},
         lambda x: 1 if x else 0,

@@ -1,15 +1,19 @@
 """A step becomes a graph at global shapes, or an error on the user's own line."""
 
+import collections
+import contextlib
 import inspect
 import math
 import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from support import assert_same, mesh_of
+from torch.distributed.tensor import Replicate, Shard
 from torch.func import grad, grad_and_value, vmap
 
 import yafsdp_fn as yf
@@ -621,6 +625,146 @@ def test_a_module_that_is_captured_is_read_at_every_call() -> None:
     check(1)
     linear.bias = None
     check(2)
+
+
+class Slotted:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Constants:
+    """A class that is used as a table of settings."""
+
+    rate = 2.0
+    table: tuple[float, ...] = (1.0,)
+
+
+class Layered:
+    """Calls methods of its own, which read globals."""
+
+    def step(self, params: Tree, batch: torch.Tensor) -> Any:
+        return params["w"] * self.factor()
+
+    def factor(self) -> float:
+        return RATE
+
+    @property
+    def doubled(self) -> float:
+        return 2 * RATE
+
+    def by_property(self, params: Tree, batch: torch.Tensor) -> Any:
+        return params["w"] * self.doubled
+
+
+def never_stale(step: Step, *changes: Callable[[], None]) -> None:
+    """The sharded step has the plain result before and after every change."""
+    sharded = yf.shard(step, mesh=mesh_of(2))
+    for change in (lambda: None, *changes):
+        change()
+        for _ in range(2):
+            assert_same(sharded(PARAMS, BATCH), step(PARAMS, BATCH))
+
+
+def test_a_stale_value_is_found() -> None:
+    values = iter(range(100))
+    with pytest.raises(AssertionError):  # what an iterator yields cannot be captured
+        never_stale(lambda params, batch: params["w"] * next(values))
+
+
+def test_slots_are_captured() -> None:
+    held = Slotted(2.0)
+    never_stale(
+        lambda params, batch: params["w"] * held.scale,
+        lambda: setattr(held, "scale", 3.0),
+    )
+
+
+def test_attributes_of_a_class_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    never_stale(
+        lambda params, batch: params["w"] * Constants.rate + Constants.table[0],
+        lambda: monkeypatch.setattr(Constants, "rate", 3.0),
+        lambda: monkeypatch.setattr(Constants, "table", (5.0,)),
+    )
+
+
+@pytest.mark.parametrize("step", [Layered().step, Layered().by_property])
+def test_what_methods_read_is_captured(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_stale(step, lambda: monkeypatch.setitem(globals(), "RATE", 3.0))
+
+
+def test_attributes_of_modules_inside_modules_are_captured() -> None:
+    package = types.ModuleType("users_package")
+    package.inner = types.ModuleType("users_package.inner")  # type: ignore[attr-defined]
+    package.inner.rate = 2.0
+    step = eval(  # a function whose globals hold the package
+        "lambda params, batch: params['w'] * package.inner.rate",
+        {"package": package, "__name__": __name__},
+    )
+    never_stale(step, lambda: setattr(package.inner, "rate", 3.0))
+
+
+def test_the_structure_of_captured_values_is_captured() -> None:
+    groups: Any = [[1.0], [2.0, 3.0]]
+
+    def step(params: Tree, batch: torch.Tensor) -> Any:
+        return params["w"] * sum(groups[0]) + len(groups[1])
+
+    def regroup(value: Any) -> None:
+        groups[:] = value
+
+    never_stale(
+        step,
+        lambda: regroup([[1.0, 2.0], [3.0]]),
+        lambda: regroup([(1.0,), (2.0, 3.0)]),
+        lambda: regroup([{1.0: 2.0}, {3.0: 3.0}]),
+        lambda: regroup([[], [1.0, 2.0, 3.0]]),
+    )
+
+
+def test_captured_containers_of_the_standard_library_are_captured() -> None:
+    queue, table = collections.deque([2.0]), collections.OrderedDict(rate=3.0)
+    names = {"double"}
+
+    def step(params: Tree, batch: torch.Tensor) -> Any:
+        scale = 2.0 if "double" in names else 1.0
+        return params["w"] * queue[0] * table["rate"] * scale
+
+    never_stale(
+        step,
+        lambda: queue.appendleft(5.0),
+        lambda: table.update(rate=7.0),
+        lambda: names.clear(),
+    )
+
+
+def test_a_captured_array_is_never_stale_or_refused() -> None:
+    array = np.full(4, 2.0, dtype=np.float32)
+
+    def step(params: Tree, batch: torch.Tensor) -> Any:
+        return params["w"] * float(array[0])
+
+    with contextlib.suppress(yf.YafsdpError):
+        never_stale(step, lambda: array.fill(3.0))
+
+
+def test_a_captured_tensor_may_change_its_placement() -> None:
+    mesh = mesh_of(2)
+    scale = torch.arange(20.0).view(5, 4)
+    held: Any = scale
+
+    def step(params: Tree, batch: torch.Tensor) -> Any:
+        return params["w"] * held
+
+    sharded = yf.shard(step, mesh=mesh)
+    for placements in (None, (Shard(0),), (Shard(1),), (Replicate(),), None):
+        held = yf.distribute(scale, mesh, placements) if placements else scale
+        assert_same(sharded(PARAMS, BATCH), PARAMS["w"] * scale)
 
 
 def test_a_tensor_made_of_numbers_is_a_constant() -> None:

@@ -67,6 +67,13 @@ class Call:
         """The parameter that each leaf belongs to."""
         return [n for n, spec in self.specs.items() for _ in range(spec.num_leaves)]
 
+    def donated(self) -> set[int]:
+        """The positions of the leaves that give up their memory."""
+        if not self.signature.donate:
+            return set()
+        owners = enumerate(self.owners())
+        return {n for n, owner in owners if owner in self.signature.donate}
+
     def key(self) -> Hashable:
         """Equal for calls that the same program serves.
 

@@ -1,7 +1,8 @@
 """The edge of a program: leaves of a call become parts, parts become leaves again."""
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ from ._capture import Captures
 from ._distribute import default_placements, with_stride
 from ._donate import refuse_donated, take, write_back
 from ._errors import ArgumentError
-from ._graph import Graph, Input, Ref
+from ._graph import Graph, Input
 from ._layout import WHOLE, Meta, Placements, Split
 from ._mesh import axis_sizes, batch_axes, from_torch, split_on, to_torch
-from ._placed import Placed
+from ._program import Program, owners
 from ._results import match
+from ._torch import storage_id
 from ._world import Part, World
 
 # --- in -------------------------------------------------------------------------------
@@ -43,6 +45,14 @@ def placements_of(leaf: Any, is_batch: bool, path: str, mesh: DeviceMesh) -> Pla
         return split_on(leaf.shape, batch_axes(mesh), sizes)
     placed = default_placements(leaf, mesh)
     return _from_torch(tuple(placed), tuple(leaf.shape), sizes, path)
+
+
+def placed_key(call: Call, mesh: DeviceMesh) -> Hashable:
+    """Equal for calls that the same program serves on a mesh."""
+    batch = call.signature.batch
+    owned = zip(call.leaves, call.owners(), strict=True)
+    placed = tuple(placements_of(x, owner in batch, owner, mesh) for x, owner in owned)
+    return (call.key(), placed, mesh, type(mesh))
 
 
 _from_torch = functools.lru_cache(maxsize=4096)(from_torch)
@@ -102,6 +112,9 @@ class Result:
         argument: The leaf of the call whose place it takes, if any.
         placed: DTensor's placements; None for a replicated value, which is plain.
         is_float: The step returns a Python float.
+        passed: The leaf of the call that it is, unchanged, if any.
+        twin: An earlier result that it is the same as, if any.
+        shared: It shares memory with an argument or another result.
     """
 
     value: Any = None
@@ -109,6 +122,9 @@ class Result:
     argument: int | None = None
     placed: tuple[TorchPlacement, ...] | None = None
     is_float: bool = False
+    passed: int | None = None
+    twin: int | None = None
+    shared: bool = False
 
 
 def wanted_placements(
@@ -127,21 +143,51 @@ def wanted_placements(
 def describe_results(
     call: Call,
     graph: Graph,
-    placed: Placed,
+    program: Program,
     matched: Sequence[int | None],
     mesh: DeviceMesh,
 ) -> list[Result]:
     """What to make of every output of a program."""
-    rows = zip(graph.outputs, placed.outputs, matched, strict=True)
+    rows = zip(graph.outputs, program.outputs, matched, strict=True)
     results = []
-    for output, value, argument in rows:
-        if not isinstance(output.value, Ref) or value is None:
+    for output, ref, argument in rows:
+        if ref is None:
             results.append(Result(output.value))
             continue
+        local = program.values[ref.id]
         leaf = None if argument is None else call.leaves[argument]
-        kept = _torch_placements(value.placements, value.meta, leaf, mesh)
-        results.append(Result(None, value.meta, argument, kept, output.is_float))
-    return results
+        kept = _torch_placements(local.placements, local.meta, leaf, mesh)
+        # The unsharded description: a view's placed value may be another's.
+        meta = graph.metas[output.value.id]
+        results.append(Result(None, meta, argument, kept, output.is_float))
+    return _with_sharing(graph, program, results)
+
+
+def _with_sharing(
+    graph: Graph, program: Program, results: Sequence[Result]
+) -> list[Result]:
+    """Find the results that share memory with an argument or another result."""
+    owner_of = owners(program)
+    sources = {r.id: e for r, e in zip(program.inputs, graph.inputs, strict=True)}
+    seen: dict[int, int] = {}
+    found = []
+    for n, (result, ref) in enumerate(zip(results, program.outputs, strict=True)):
+        if ref is not None:
+            owner = owner_of[ref.id]
+            first = seen.setdefault(owner, n)
+            entry = sources.get(ref.id)
+            passed = (
+                entry.source if entry and entry.role in ("state", "batch") else None
+            )
+            same = program.outputs[first] == ref and results[first] == result
+            result = dataclasses.replace(
+                result,
+                passed=passed if isinstance(passed, int) else None,
+                twin=first if same and first != n else None,
+                shared=owner in sources or first != n,
+            )
+        found.append(result)
+    return found
 
 
 def expressible(placements: Placements, meta: Meta, mesh: DeviceMesh) -> bool:
@@ -163,38 +209,91 @@ def _torch_placements(
     return tuple(kept) if any(p.is_shard() for p in kept) else None
 
 
-def result_leaf(
+def result_leaves(
+    results: Sequence[Result],
+    parts: Sequence[Part],
+    call: Call,
+    world: World,
+    mesh: DeviceMesh,
+) -> list[Any]:
+    """The leaves of the result from what the ranks hold of them.
+
+    No two leaves share memory unless they are one and the same object: else a later
+    donation of one would change the other.
+    """
+    donated = call.donated()
+    leaves: list[Any] = []
+    for result, part in zip(results, parts, strict=True):
+        passed = None if result.passed is None else call.leaves[result.passed]
+        if result.meta is None:
+            leaves.append(result.value)
+        elif result.twin is not None:
+            leaves.append(leaves[result.twin])
+        elif isinstance(passed, DTensor) and result.passed not in donated:
+            leaves.append(passed)
+        else:
+            own = _cloned(part, world) if result.shared and not passed else part
+            leaves.append(_result_leaf(result, own, call, world, mesh))
+    return leaves
+
+
+def _cloned(part: Part, world: World) -> Part:
+    return world.together([tensor.clone() for tensor in world.tensors(part)])
+
+
+def _result_leaf(
     result: Result, part: Part, call: Call, world: World, mesh: DeviceMesh
 ) -> Any:
-    """A leaf of the result from what the ranks hold of it."""
-    if result.meta is None:
-        return result.value
-    argument = None if result.argument is None else call.leaves[result.argument]
-    if isinstance(argument, DTensor):
-        return world.leaf(part, mesh, result.meta, argument.placements)
-    if result.placed is not None:
-        return world.leaf(part, mesh, result.meta, result.placed)
-    plain = with_stride(world.plain(part), result.meta.stride)
+    meta, argument = result.meta, result.argument
+    assert meta is not None
+    before = None if argument is None else call.leaves[argument]
+    placed = before.placements if isinstance(before, DTensor) else result.placed
+    if placed is not None:
+        return world.leaf(part, mesh, meta, placed)
+    plain = with_stride(world.plain(part), meta.stride)
     return plain.item() if result.is_float else plain
 
 
 # --- donation -------------------------------------------------------------------------
 
 
+def refuse_shared_donations(call: Call, world: World) -> None:
+    """Refuse to donate memory that another leaf of the call holds too.
+
+    Raises:
+        ArgumentError: Names both leaves.
+    """
+    donated = call.donated()
+    if not donated:
+        return
+    holders: dict[int, int] = {}
+    for n, leaf in enumerate(call.leaves):
+        if isinstance(leaf, DTensor):
+            first, *_ = world.tensors(world.part(leaf, ()))
+            other = holders.setdefault(storage_id(first), n)
+            if other != n and donated & {n, other} and first.numel():
+                paths = call.paths()
+                raise ArgumentError(
+                    f"{paths[other]} and {paths[n]} share their memory, so it cannot "
+                    "be donated: results would overwrite each other. Clone one of them, "
+                    "or leave the argument out of donate_argnums."
+                )
+
+
 def donate(
     call: Call, results: Sequence[Result], parts: list[Part], world: World, step: str
 ) -> None:
     """Move results into the shards of donated arguments and mark those as taken."""
-    owners = call.owners()
-    given = [n for n, owner in enumerate(owners) if owner in call.signature.donate]
+    given = sorted(call.donated())
     if not given:
         return
     goes = {r.argument: n for n, r in reversed(list(enumerate(results))) if r.meta}
     shards = [n for n in given if isinstance(call.leaves[n], DTensor)]
     _write(call, shards, goes, parts, world)
+    paths = call.paths()
     for n in given:
         if isinstance(call.leaves[n], torch.Tensor):
-            take(call.leaves[n], f"{call.paths()[n]} to {step}")
+            take(call.leaves[n], f"{paths[n]} to {step}")
 
 
 def _write(

@@ -24,11 +24,15 @@ Dims = list[int] | int | None
 # --- constants ------------------------------------------------------------------------
 
 
-def _filled(value: float) -> Callable[..., torch.Tensor]:
-    def like(x: torch.Tensor, size: Any = None, **options: Any) -> torch.Tensor:
-        return _full(x, x.shape if size is None else size, value, options)
+_DENSE = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
-    return like
+
+def _like(value: float) -> Callable[..., torch.Tensor]:
+    return lambda x, **options: _full_like(x, value, **options)
+
+
+def _new(value: float) -> Callable[..., torch.Tensor]:
+    return lambda x, size, **options: _full(x, size, value, options)
 
 
 def _full(x: torch.Tensor, size: Any, value: Any, options: Any) -> torch.Tensor:
@@ -37,7 +41,12 @@ def _full(x: torch.Tensor, size: Any, value: Any, options: Any) -> torch.Tensor:
 
 
 def _full_like(x: torch.Tensor, value: Any, **options: Any) -> torch.Tensor:
-    return _full(x, x.shape, value, options)
+    """A constant that lies in memory as `x` does."""
+    if x.is_contiguous() or options.get("memory_format") in _DENSE:
+        return _full(x, x.shape, value, options)
+    order = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)
+    made = _full(x, [x.shape[d] for d in order], value, options)
+    return made.permute([order.index(d) for d in range(x.dim())])
 
 
 def _new_full(x: torch.Tensor, size: Any, value: Any, **options: Any) -> torch.Tensor:
@@ -46,6 +55,23 @@ def _new_full(x: torch.Tensor, size: Any, value: Any, **options: Any) -> torch.T
 
 def _new_strided(x: torch.Tensor, size: Any, _: Any, **options: Any) -> torch.Tensor:
     return _full(x, size, 0, options)
+
+
+# --- views ----------------------------------------------------------------------------
+
+
+def _squeeze(x: torch.Tensor, dims: Any = None) -> torch.Tensor:
+    """Names the dimensions: those of length one here, not those of a rank's part."""
+    listed = range(x.dim()) if dims is None else dims
+    listed = [dims] if isinstance(dims, int) else listed
+    gone = sorted({d % max(x.dim(), 1) for d in listed} & _ones(x))
+    if isinstance(dims, list) and dims == gone:
+        return NotImplemented
+    return aten.squeeze.dims(x, gone) if gone else aten.alias(x)
+
+
+def _ones(x: torch.Tensor) -> set[int]:
+    return {d for d, length in enumerate(x.shape) if length == 1}
 
 
 # --- statistics -----------------------------------------------------------------------
@@ -185,17 +211,20 @@ _FROM_TORCH = (
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **get_decompositions(_FROM_TORCH),
-    aten.zeros_like.default: _filled(0),
-    aten.ones_like.default: _filled(1),
-    aten.empty_like.default: _filled(0),
+    aten.squeeze.default: _squeeze,
+    aten.squeeze.dim: _squeeze,
+    aten.squeeze.dims: _squeeze,
+    aten.zeros_like.default: _like(0),
+    aten.ones_like.default: _like(1),
+    aten.empty_like.default: _like(0),
     aten.full_like.default: _full_like,
-    aten.new_zeros.default: _filled(0),
-    aten.new_ones.default: _filled(1),
-    aten.new_empty.default: _filled(0),
+    aten.new_zeros.default: _new(0),
+    aten.new_ones.default: _new(1),
+    aten.new_empty.default: _new(0),
     aten.new_full.default: _new_full,
     aten.new_empty_strided.default: _new_strided,
     aten.fill.Scalar: _full_like,
-    aten.zero.default: _filled(0),
+    aten.zero.default: _like(0),
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.var.correction: _var,
@@ -230,7 +259,8 @@ def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes < 0:
         raise TraceError(
             f"{user_line(sys._getframe(1))}: one_hot without num_classes reads the "
-            "largest index, which is not known while the step is traced. Write one_hot(index, num_classes)."
+            "largest index, which is not known while the step is traced. Write "
+            "one_hot(index, num_classes)."
         )
     classes = torch.arange(num_classes, device=index.device)
     return (index.unsqueeze(-1) == classes).to(torch.int64)

@@ -98,6 +98,9 @@ def _distribute_leaf(
 ) -> DTensor:
     placed = tuple(given or default_placements(leaf, mesh))
     _check_placements(path, leaf, placed, mesh)
+    placed = tuple(
+        Shard(p.dim % leaf.dim()) if isinstance(p, Shard) else p for p in placed
+    )
     ours = from_torch(placed, leaf.shape, axis_sizes(mesh), path)
     part = world.part(leaf.detach(), ours)
     cloned = [shard.clone() for shard in world.tensors(part)]
@@ -235,6 +238,7 @@ def _join(
     """Parts of all ranks, of which only those along the batch axes are read."""
     for part in parts:
         _check_rows(path, part)
+    _check_alike(path, [(part.shape[1:], part.dtype) for part in parts])
     return _batch_leaf(world, mesh, path, torch.cat(_along_axes(mesh, parts)))
 
 
@@ -250,7 +254,9 @@ def _batch_leaf(
 
 def _join_processes(world: Any, mesh: DeviceMesh, path: str, part: Any) -> Any:
     _check_rows(path, part)
-    counts = _along_batch(world, mesh, part.shape[0])
+    found = _along_batch(world, mesh, (part.shape[0], (part.shape[1:], part.dtype)))
+    counts = [rows for rows, _ in found]
+    _check_alike(path, [kind for _, kind in found])
     shape = (sum(counts), *part.shape[1:])
     ours = split_on(shape, batch_axes(mesh), axis_sizes(mesh))
     placed = to_torch(ours, shape, axis_sizes(mesh))
@@ -299,6 +305,19 @@ def _check_rows(path: str, part: Any) -> None:
             f"{path} is {_shown(part)}; from_local takes each rank's rows as plain "
             "tensors [rows, ...]."
         )
+
+
+def _check_alike(path: str, kinds: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
+    for rank, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            first, other = (
+                f"{d}[rows, {str(list(s))[1:]}" for s, d in (kinds[0], kind)
+            )
+            raise ArgumentError(
+                f"{path} is {first} on one rank and {other} on another (number {rank} "
+                "along the batch), so the rows make no batch. Give all ranks rows of "
+                "the same shape and dtype."
+            )
 
 
 def _shown(part: Any) -> str:

@@ -127,13 +127,23 @@ def local_shape(
     return tuple(stop - start for start, stop in bounds)
 
 
-def splits(placements: Sequence[Placement], dim: int) -> tuple[int, ...]:
-    """The mesh axes that split `dim`, from the outermost to the innermost."""
-    return tuple(
-        axis
-        for axis, placement in enumerate(placements)
-        if isinstance(placement, Split) and placement.dim == dim
-    )
+def covers(
+    shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int]
+) -> bool:
+    """Whether the parts of all ranks together are the whole value.
+
+    >>> covers((6,), (Split(0, 3), Split(0, 2)), (2, 2))
+    True
+    >>> covers((6,), (WHOLE, Split(0, 2)), (2, 2))
+    False
+    """
+    lengths = list(shape)
+    for placement, ranks in zip(placements, sizes, strict=True):
+        if isinstance(placement, Split):
+            if placement.chunk * ranks < lengths[placement.dim]:
+                return False
+            lengths[placement.dim] = placement.chunk
+    return True
 
 
 def replace(placements: Placements, axis: int, placement: Placement) -> Placements:

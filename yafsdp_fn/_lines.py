@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from types import FrameType, TracebackType
 
 import optree
@@ -37,3 +38,9 @@ def line_of(trace: TracebackType | None) -> str:
             line = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
         trace = trace.tb_next
     return line
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warn on the user's line that called the library."""
+    filename, _, number = user_line(sys._getframe(1)).rpartition(":")
+    warnings.warn_explicit(message, category, filename, int(number or 0))

@@ -68,7 +68,7 @@ def _check_axes(axes: dict[str, int]) -> None:
     if not axes:
         raise ArgumentError("a mesh needs an axis: write make_mesh(fsdp=8).")
     for name, size in axes.items():
-        if not isinstance(size, int) or size < 1:
+        if type(size) is not int or size < 1:
             raise ArgumentError(
                 f"axis {name}={size!r}: the number of ranks must be an int >= 1."
             )

@@ -20,7 +20,16 @@ from typing import Any
 from . import _rules
 from ._choose import choose, linear_choices, needs_of_result, pends
 from ._graph import Graph, Node, Ref, map_leaves, refs
-from ._layout import SUM, WHOLE, Meta, Pending, Placements, Split, replace
+from ._layout import (
+    SUM,
+    WHOLE,
+    Meta,
+    Pending,
+    Placements,
+    Split,
+    covers,
+    replace,
+)
 from ._placed import (
     AllGather,
     AllReduce,
@@ -164,18 +173,41 @@ class _Placer:
     def compute(
         self, node: Node, site: Site, rule: Sharding | None, operands: list[Value]
     ) -> list[Value]:
-        choices = [
-            choose(rule, operands, len(site.outputs), a) for a in range(len(self.sizes))
-        ]
-        needs = [tuple(c.needs[n] for c in choices) for n in range(len(operands))]
-        results = [
-            tuple(c.results[n] for c in choices) for n in range(len(site.outputs))
-        ]
+        needs, results = self.choose(site, rule, operands)
         planned = rule is not None
         inputs = [
             self.want(v, p, planned) for v, p in zip(operands, needs, strict=True)
         ]
         return self.apply(node, site, rule, inputs, results)
+
+    def choose(
+        self, site: Site, rule: Sharding | None, operands: list[Value]
+    ) -> tuple[list[Placements], list[Placements]]:
+        """How operands and results lie: each axis chooses by itself.
+
+        An inner axis cuts what the outer one left. Where the outer choices change that,
+        so that the parts no longer make up the whole, the inner axis splits nothing.
+        """
+        axes = range(len(self.sizes))
+        counts = len(operands), len(site.outputs)
+        choices = [choose(rule, operands, counts[1], a) for a in axes]
+        for inner in (*reversed(axes), -1):
+            needs = [tuple(c.needs[n] for c in choices) for n in range(counts[0])]
+            results = [tuple(c.results[n] for c in choices) for n in range(counts[1])]
+            if self.all_cover(site, needs, results):
+                break
+            choices[inner] = choose(None, operands, counts[1], inner)
+        return needs, results
+
+    def all_cover(
+        self, site: Site, needs: list[Placements], results: list[Placements]
+    ) -> bool:
+        inputs = zip(site.inputs, needs, strict=True)
+        outputs = zip(site.outputs, results, strict=True)
+        return all(
+            meta is None or covers(meta.shape, placements, self.sizes)
+            for meta, placements in (*inputs, *outputs)
+        )
 
     def apply(
         self,
@@ -237,6 +269,8 @@ class _Placer:
         What comes out is state: its splits are those of a leaf, not of the batch.
         """
         target = self.targets.get(value.meta.shape, self.whole)
+        if value.batch and value.is_split:  # an activation that has a leaf's shape
+            target = self.whole
         for axis, placement in enumerate(value.placements):
             wanted = target[axis]
             if placement != SUM or not isinstance(wanted, Split):
@@ -333,7 +367,10 @@ class _Placer:
         rule = _rules.find(site)
         if rule is None or len(site.outputs) != 1 or rule.outputs[0] is None:
             return None
-        return needs_of_result(rule, target)
+        needs = needs_of_result(rule, target)
+        metas = zip(site.inputs, needs or (), strict=False)
+        covered = all(covers(m.shape, p, self.sizes) for m, p in metas)
+        return needs if covered else None
 
     def replays(self, value: Value, target: Placements) -> bool:
         """Whether to gather further back and repeat the step that made a value."""
@@ -353,12 +390,16 @@ class _Placer:
         """Bytes to gather if a step is repeated on gathered operands."""
         assert step.sharding is not None
         needs = needs_of_result(step.sharding, target)
-        if needs is None:
+        if needs is None or not self.cover(step.operands, needs):
             return None
         return sum(
             self.gather_cost(v, need)
             for v, need in zip(step.operands, needs, strict=True)
         )
+
+    def cover(self, operands: Sequence[Value], needs: list[Placements]) -> bool:
+        pairs = zip(operands, needs, strict=True)
+        return all(covers(v.meta.shape, p, self.sizes) for v, p in pairs)
 
     def gather_cost(self, value: Value, target: Placements) -> float:
         if (value.family, target) in self.versions:

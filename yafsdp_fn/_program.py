@@ -2,10 +2,10 @@
 
 One program serves all ranks. What differs between ranks, the length of a part, stands
 in it as an `Extent` and is filled in when a program is bound to a coordinate. So the
-text of the program is the same on all ranks, and its fingerprint can be compared.
+text of the program is the same on all ranks, and can be compared.
 """
 
-import hashlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,7 +181,6 @@ class Program:
         inputs: The values that exist before the first instruction.
         outputs: The values that are handed back; `None` for a static output.
         instructions: What to do, in order.
-        constants: A digest of the tensors that the step made of Python numbers.
     """
 
     axes: tuple[str, ...]
@@ -190,18 +189,12 @@ class Program:
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref | None, ...]
     instructions: tuple[Instruction, ...]
-    constants: str = ""
 
     def transfers(self) -> Iterator[Transfer]:
         """All collectives, in the order of their start."""
         for instruction in self.instructions:
             if isinstance(instruction, Start):
                 yield instruction.transfer
-
-    def fingerprint(self) -> str:
-        """A digest that is equal on two ranks if they hold the same program."""
-        text = self.as_text() + self.constants
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def as_text(self) -> str:
         """One line for each instruction.
@@ -356,44 +349,47 @@ class _Checker:
 def live_bytes(program: Program, coordinate: Sequence[int]) -> Iterator[int]:
     """Bytes of values that a rank holds after each instruction.
 
-    Views are counted as if they held memory of their own only where they are kept
-    after what they view; operators' scratch space is not counted.
+    A view holds the memory of what it views until both are free. The scratch space of
+    operators is not counted.
     """
-    held = {ref.id: _held(program, ref, coordinate) for ref in program.inputs}
-    views = _views(program)
-    total = sum(held.values())
+    owner_of = owners(program)
+    holders = Counter(owner_of[ref.id] for ref in program.inputs)
+    total = sum(_held(program, number, coordinate) for number in holders)
     for instruction in program.instructions:
-        starting = (
-            instruction.transfer.targets if isinstance(instruction, Start) else ()
-        )
-        for ref in (*instruction.writes, *starting):
-            if ref.id not in held:
-                held[ref.id] = 0 if ref.id in views else _held(program, ref, coordinate)
-                total += held[ref.id]
-        if isinstance(instruction, Free):
-            total -= sum(held.pop(ref.id) for ref in instruction.values)
+        begun = instruction.transfer.targets if isinstance(instruction, Start) else ()
+        ended = isinstance(instruction, Wait)  # counted at their start
+        for ref in begun or (() if ended else instruction.writes):
+            owner = owner_of[ref.id]
+            total += 0 if holders[owner] else _held(program, owner, coordinate)
+            holders[owner] += 1
+        for ref in instruction.values if isinstance(instruction, Free) else ():
+            owner = owner_of[ref.id]
+            holders[owner] -= 1
+            total -= 0 if holders[owner] else _held(program, owner, coordinate)
         yield total
 
 
 def peak(program: Program, coordinate: Sequence[int] | None = None) -> int:
     """The most bytes of values that a rank holds at once; by default the first rank."""
     at = coordinate or (0,) * len(program.sizes)
-    inputs = sum(_held(program, ref, at) for ref in program.inputs)
+    inputs = sum(_held(program, ref.id, at) for ref in program.inputs)
     return max(live_bytes(program, at), default=inputs)
 
 
-def _held(program: Program, ref: Ref, coordinate: Sequence[int]) -> int:
-    return program.values[ref.id].nbytes(coordinate)
+def _held(program: Program, number: int, coordinate: Sequence[int]) -> int:
+    return program.values[number].nbytes(coordinate)
 
 
-def _views(program: Program) -> set[int]:
-    """Values that share the memory of another one."""
-    return {
-        ref.id
-        for instruction in program.instructions
-        if isinstance(instruction, Compute) and _is_view(instruction.op)
-        for ref in instruction.writes
-    }
+def owners(program: Program) -> dict[int, int]:
+    """For every value, the one whose memory it shares: itself, if it is no view."""
+    found = {number: number for number in program.values}
+    for instruction in program.instructions:
+        if isinstance(instruction, Compute) and _is_view(instruction.op):
+            for ref in instruction.writes:
+                found[ref.id] = found[instruction.reads[0].id]
+        elif isinstance(instruction, Adjust) and isinstance(instruction.move, Slice):
+            found[instruction.target.id] = found[instruction.source.id]
+    return found
 
 
 def _is_view(op: Any) -> bool:

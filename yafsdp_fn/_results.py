@@ -1,6 +1,5 @@
 """Which result is the new value of which argument, and so where it has to lie."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from ._arguments import Call
 from ._errors import RetraceWarning
 from ._graph import Graph, Output, Ref
+from ._lines import warn
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,7 @@ def _warn_of_drift(call: Call, graph: Graph, state: Subtree, element: Subtree) -
     for path in [*before, *(p for p in after if p not in before)]:
         old, new = before.get(path, "nothing"), after.get(path, "nothing")
         if old != new:
-            warnings.warn(
-                _drift(state.name + path, old, new), RetraceWarning, stacklevel=6
-            )
+            warn(_drift(state.name + path, old, new), RetraceWarning)
             return
 
 

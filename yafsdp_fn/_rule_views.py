@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from ._rule_kinds import BOTH, FIRST, Rule, Site, broadcast, names
-from ._sharding import Sharding, reshape_factors
+from ._rule_kinds import BOTH, FIRST, Rule, Site, broadcast, names, normal
+from ._sharding import Dim, Sharding, reshape_factors
 
 
 def reshape(site: Site) -> Sharding | None:
@@ -17,15 +17,21 @@ def reshape(site: Site) -> Sharding | None:
     return site.make([inputs], [outputs], sizes=sizes, linear=FIRST, shape_argument=1)
 
 
-def squeezes(site: Site) -> Sharding | None:
-    """Dimensions of length one appear or disappear."""
-    (source,), (target,) = site.inputs, site.outputs
-    assert target is not None
-    found = reshape_factors(source.shape, target.shape)
-    if found is None:
-        return None
-    inputs, outputs, sizes = found
-    return site.make([inputs], [outputs], sizes=sizes, linear=FIRST)
+def unsqueeze(site: Site) -> Sharding | None:
+    """A new dimension of length one."""
+    inputs: list[str | Dim] = [*names(site.inputs[0].shape)]
+    dim = site.arg("dim") % (len(inputs) + 1)
+    outputs = [*inputs[:dim], (), *inputs[dim:]]
+    return site.make([inputs], [outputs], linear=FIRST)
+
+
+def squeeze(site: Site) -> Sharding | None:
+    """Dimensions of length one disappear."""
+    shape = site.inputs[0].shape
+    gone = {d for d in normal(site.arg("dim"), len(shape)) if shape[d] == 1}
+    inputs = [() if d in gone else f for d, f in enumerate(names(shape))]
+    outputs = [f for d, f in enumerate(inputs) if d not in gone]
+    return site.make([inputs], [outputs], linear=FIRST)
 
 
 def permuted(order: Callable[[Site, int], list[int]]) -> Rule:

@@ -72,10 +72,8 @@ RULES: dict[Any, Rule] = {
     aten._unsafe_view.default: views.reshape,
     aten.reshape.default: views.reshape,
     aten._reshape_copy.default: views.reshape,
-    aten.unsqueeze.default: views.squeezes,
-    aten.squeeze.default: views.squeezes,
-    aten.squeeze.dim: views.squeezes,
-    aten.squeeze.dims: views.squeezes,
+    aten.unsqueeze.default: views.unsqueeze,
+    aten.squeeze.dims: views.squeeze,
     aten.permute.default: views.permuted(
         lambda site, rank: [d % rank for d in site.arg("dims")]
     ),
@@ -174,8 +172,6 @@ VIEWS = {
     aten._unsafe_view.default,
     aten.reshape.default,
     aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
     aten.squeeze.dims,
     aten.permute.default,
     aten.transpose.int,

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ._arguments import Call, Names, signature_of
-from ._boundary import placements_of
+from ._boundary import placed_key
 from ._capture import Captures, captures
 from ._donate import refuse_donated
-from ._errors import ArgumentError, MismatchError
+from ._errors import ArgumentError, MismatchError, YafsdpError
 from ._graph import Graph, Ref
 from ._mesh import mesh_of, same_mesh
 from ._stages import Compiled, Lowered, Traced
@@ -53,8 +53,13 @@ class ShardedFunction(Generic[Parameters, Returned]):
             return self._fn(*args, **kwargs)
         call, captured = self._bind(args, kwargs)
         mesh = self._mesh_for(call, captured)
-        _refuse(call)
-        key = self._key(call, captured, mesh)
+        try:
+            _refuse(call)
+            key = self._key(call, captured, mesh)
+        except YafsdpError as error:
+            if not self._cache:  # the other ranks wait to compare their programs
+                _agree(mesh, f"error: {error}", error)
+            raise
         if key not in self._cache:
             key = self._build(call, captured, mesh)
         return self._cache[key].execute(call, captured)
@@ -114,26 +119,19 @@ class ShardedFunction(Generic[Parameters, Returned]):
         return mesh
 
     def _key(self, call: Call, captured: Captures, mesh: DeviceMesh) -> Hashable:
-        placed = tuple(_placed(call, mesh))
-        key = (call.key(), placed, tuple(captured.key), mesh, type(mesh))
+        key = (placed_key(call, mesh), tuple(captured.key))
         return (key, _floats(call)) if key in self._frozen else key
 
     def _build(self, call: Call, captured: Captures, mesh: DeviceMesh) -> Hashable:
         """Make the program, and make sure that all ranks have made the same one."""
-        world, failure, compiled = world_of(mesh), None, None
+        failure, compiled = None, None
         try:
             traced, live = self._traced(call, captured, mesh)
             compiled = traced.lower().compile()
-            text = compiled.plan.as_text() + compiled.plan.constants
+            text = "\n".join([compiled.as_text(), *_constants(traced.graph)])
         except Exception as error:
             text, failure = f"error: {error}", error
-        try:
-            world.agree(text)
-        except MismatchError:
-            if failure is None:
-                raise
-        if failure is not None:
-            raise failure
+        _agree(mesh, text, failure)
         assert compiled is not None
         if not live:
             self._frozen.add(self._key(call, captured, mesh))
@@ -177,10 +175,22 @@ def _inside_trace() -> Iterator[None]:
         _tracing.active = False
 
 
-def _placed(call: Call, mesh: DeviceMesh) -> Iterator[Hashable]:
-    batch = call.signature.batch
-    for leaf, owner in zip(call.leaves, call.owners(), strict=True):
-        yield placements_of(leaf, owner in batch, owner, mesh)
+def _agree(mesh: DeviceMesh, text: str, failure: Exception | None) -> None:
+    """Compare what the ranks have made; a rank that failed raises its own error."""
+    try:
+        world_of(mesh).agree(text)
+    except MismatchError:
+        if failure is None:
+            raise
+    if failure is not None:
+        raise failure
+
+
+def _constants(graph: Graph) -> Iterator[str]:
+    """The tensors that a step makes of Python numbers: they could differ by rank."""
+    for entry in graph.inputs:
+        if entry.role == "constant" and isinstance(entry.source, torch.Tensor):
+            yield f"{entry.ref} = {entry.source.tolist()}"
 
 
 def _floats(call: Call) -> tuple[float, ...]:
@@ -304,9 +314,10 @@ def shard(
 def shard_with(
     fn: Callable[..., Any], mesh: DeviceMesh | None, *names: Names
 ) -> ShardedFunction[..., Any]:
-    """`shard` with resolved options; sharding a sharded function changes nothing."""
+    """`shard` with resolved options; a sharded function is sharded anew if any."""
     if isinstance(fn, ShardedFunction):
-        return fn
+        given = mesh is not None or any(names)
+        return shard_with(fn._fn, mesh, *names) if given else fn
     if not callable(fn):
         raise ArgumentError(
             f"shard takes a function, not a {type(fn).__name__}; options are keywords: "

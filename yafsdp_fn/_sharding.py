@@ -143,9 +143,10 @@ def parse(pattern: str) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def summed(inputs: Sequence[Dims], outputs: Sequence[Dims | None]) -> set[str]:
-    """Factors that occur in an operand and in no result."""
-    kept = {f for dims in outputs if dims is not None for dim in dims for f in dim}
-    return {f for dims in inputs for dim in dims for f in dim} - kept
+    """Factors that occur in an operand and are missing in a result."""
+    kept = [{f for dim in dims for f in dim} for dims in outputs if dims is not None]
+    spelled = {f for dims in inputs for dim in dims for f in dim}
+    return {f for f in spelled if any(f not in factors for factors in kept)}
 
 
 # --- reshapes -------------------------------------------------------------------------

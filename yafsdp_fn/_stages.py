@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import optree
 from torch.distributed.device_mesh import DeviceMesh
 
 from ._arguments import Call
@@ -15,10 +14,13 @@ from ._boundary import (
     expressible,
     input_part,
     input_placements,
-    result_leaf,
+    placed_key,
+    refuse_shared_donations,
+    result_leaves,
     wanted_placements,
 )
 from ._capture import Captures
+from ._errors import ArgumentError
 from ._graph import Graph
 from ._layout import Placements
 from ._lower import lower
@@ -64,7 +66,7 @@ class Traced:
             lambda placements, meta: expressible(placements, meta, self.mesh),
         )
         program = plan(placed, lower(placed), axis_names(self.mesh))
-        results = describe_results(self.call, self.graph, placed, matched, self.mesh)
+        results = describe_results(self.call, self.graph, program, matched, self.mesh)
         return Lowered(program, self, inputs, results)
 
 
@@ -147,19 +149,26 @@ class Compiled:
         Raises:
             ArgumentError: Arguments of another structure than the program was made for.
         """
-        return self.execute(*self.lowered.traced.bind(args, kwargs))
+        traced = self.lowered.traced
+        call, captured = traced.bind(args, kwargs)
+        keys = [placed_key(c, traced.mesh) for c in (call, traced.call)]
+        if keys[0] != keys[1]:
+            raise ArgumentError(
+                f"{_name(call)} was compiled for arguments of another structure, "
+                "shape, dtype or placement. Lower and compile it for these, or call "
+                "the sharded function, which does so by itself."
+            )
+        return self.execute(call, captured)
 
     def execute(self, call: Call, captured: Captures) -> Any:
         """Execute on arguments that are bound already."""
         traced, results = self.lowered.traced, self.lowered.results
+        refuse_shared_donations(call, self.world)
         entries = zip(traced.graph.inputs, self.lowered.inputs, strict=True)
         parts = [input_part(e, p, call, captured, self.world) for e, p in entries]
         made = self.executor(parts)
         donate(call, results, made, self.world, _name(call))
-        leaves = [
-            result_leaf(result, part, call, self.world, traced.mesh)
-            for result, part in zip(results, made, strict=True)
-        ]
+        leaves = result_leaves(results, made, call, self.world, traced.mesh)
         return unflatten(traced.graph.spec, leaves)
 
     def as_text(self) -> str:
@@ -182,6 +191,3 @@ class Compiled:
 
 def _name(call: Call) -> str:
     return getattr(call.signature.fn, "__qualname__", "the step")
-
-
-Spec = optree.PyTreeSpec

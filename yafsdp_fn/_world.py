@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from ._errors import MismatchError
 from ._interpret import Emulator, Runner
-from ._layout import WHOLE, Meta, Placements, interval
+from ._layout import WHOLE, Meta, Pending, Placements, interval
 from ._mesh import coordinates, from_torch, is_emulated, own_coordinate, part_of
 from ._program import Program
 from ._torch import LocalTensor, local_part, make_dtensor, per_rank
@@ -213,7 +213,10 @@ def assemble(
                 slice(*interval(length, dim, placements, coordinate))
                 for dim, length in enumerate(tensor.shape)
             )
-            whole[region] += shard
+            if any(isinstance(p, Pending) for p in placements):
+                whole[region] += shard
+            else:
+                whole[region] = shard
     return whole
 
 

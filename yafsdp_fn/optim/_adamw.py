@@ -26,6 +26,7 @@ from ._numbers import (
     as_operand,
     check_plain,
     check_rate,
+    is_plain,
     rate_at,
 )
 from ._transform import GradientTransformation
@@ -210,11 +211,7 @@ def _fusable(row: _Row, rate: Number) -> bool:
     """
     exact = row.param.dtype != torch.float64 or row.param.device.type == "cpu"
     dtypes = {tensor.dtype for tensor in row}
-    return (
-        row.param.is_contiguous()
-        and len(dtypes) == 1
-        and (exact or isinstance(rate, int | float))
-    )
+    return row.param.is_contiguous() and len(dtypes) == 1 and (exact or is_plain(rate))
 
 
 def _by_operator(

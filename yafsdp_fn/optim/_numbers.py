@@ -6,12 +6,13 @@ differ at every call of one traced program. It meets tensors in arithmetic only.
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
 
 from .._errors import ArgumentError
+from .._scalar import LiveFloat
 
 
 class LiveNumber(Protocol):
@@ -22,6 +23,11 @@ class LiveNumber(Protocol):
 
 Number: TypeAlias = float | Tensor | LiveNumber
 LearningRate: TypeAlias = Number | Callable[[Tensor], Number]
+
+
+def is_plain(value: Any) -> TypeGuard[float]:
+    """Whether a value is a Python number; a live float only says that it is one."""
+    return isinstance(value, int | float) and not isinstance(value, LiveFloat)
 
 
 def check_plain(name: str, value: Any, low: float, high: float, instead: str) -> None:
@@ -39,7 +45,7 @@ def check_plain(name: str, value: Any, low: float, high: float, instead: str) ->
 
 def check_number(name: str, value: Any, low: float, high: float, instead: str) -> None:
     """Refuse a plain number outside [low, high), and what cannot be a live number."""
-    if isinstance(value, int | float):
+    if is_plain(value):
         check_plain(name, value, low, high, instead)
     elif isinstance(value, Tensor) and value.dim() > 0:
         raise ArgumentError(
@@ -67,6 +73,6 @@ def as_operand(
     value: Number, dtype: torch.dtype, device: torch.device
 ) -> float | Tensor:
     """A Python number as it is; a live one as a 0-dim tensor that promotes nothing."""
-    if isinstance(value, int | float):
+    if is_plain(value):
         return value
     return (value * torch.ones((), dtype=dtype, device=device)).to(dtype)

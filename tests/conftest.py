@@ -1,0 +1,25 @@
+"""Options and hypothesis profiles of the test suite."""
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Both profiles draw the same examples in every run, on every machine.
+_COMMON = {
+    "deadline": None,
+    "derandomize": True,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("quick", max_examples=50, **_COMMON)
+settings.register_profile("thorough", max_examples=1500, **_COMMON)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough",
+        action="store_true",
+        help="draw many examples for each property (an hour instead of minutes)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("thorough" if config.getoption("thorough") else "quick")

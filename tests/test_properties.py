@@ -1,0 +1,412 @@
+"""What holds for every step, tree, mesh and transfer; and that checks can fail."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from random_steps import RandomStep, steps
+from support import MESHES, WORLDS, assert_same, mesh_of
+from torch.distributed.tensor import Replicate, Shard
+
+import yafsdp_fn as yf
+from yafsdp_fn._collectives import exchange, pack, unpack
+from yafsdp_fn._layout import Split, even_chunk, interval
+from yafsdp_fn._program import Compute, Free, Instruction, Program, Start, Transfer, Wait
+
+World = int | tuple[int, int]
+
+worlds: st.SearchStrategy[World] = st.sampled_from([*WORLDS, *MESHES])
+
+# --- steps ----------------------------------------------------------------------------
+
+
+def arguments(step: RandomStep, mesh: Any, placements: Any = None) -> list[Any]:
+    """Parameters and optimiser state on a mesh, and the batch as it is."""
+    *state, batch = step.args
+    return [*(yf.distribute(tree, mesh, placements) for tree in state), batch]
+
+
+def assert_agrees(
+    step: RandomStep, sharded: Callable[..., Any], placed: Sequence[Any]
+) -> Iterator[None]:
+    """Run both two times, each on its own results; yields after each comparison."""
+    plain, placed = list(step.args), list(placed)
+    for _ in range(2):
+        wanted, found = step.fn(*plain), sharded(*placed)
+        assert_same(found, wanted)
+        plain[:2], placed[:2] = wanted[:2], found[:2]
+        yield
+
+
+@given(step=steps(), world=worlds)
+def test_sharded_is_unsharded(step: RandomStep, world: World) -> None:
+    mesh = mesh_of(world)
+    sharded = yf.shard(step.fn, mesh=mesh)
+    placed = arguments(step, mesh)
+    yf.check(sharded.lower(*placed).plan)
+    before = sharded.trace_count()
+    for _ in assert_agrees(step, sharded, placed):
+        assert sharded.trace_count() == before + 1
+    assert sharded.cache_size() == 1
+
+
+@given(step=steps(), world=worlds, seed=st.integers(0, 2**16))
+def test_any_placement_of_state(step: RandomStep, world: World, seed: int) -> None:
+    mesh = mesh_of(world)
+    numbers = itertools.count(seed)
+
+    def placements(path: str, leaf: torch.Tensor) -> list[Any]:
+        choices = [Shard(d) for d in range(leaf.dim())] + [Replicate()]
+        chosen = choices[next(numbers) % len(choices)]
+        return [Replicate()] * (mesh.ndim - 1) + [chosen]
+
+    sharded = yf.shard(step.fn, mesh=mesh)
+    for _ in assert_agrees(step, sharded, arguments(step, mesh, placements)):
+        pass
+
+
+@given(step=steps(), world=worlds)
+def test_plain_and_distributed_share_a_program(step: RandomStep, world: World) -> None:
+    mesh = mesh_of(world)
+    sharded = yf.shard(step.fn, mesh=mesh)
+    wanted = step.fn(*step.args)
+    assert_same(sharded(*step.args), wanted)
+    assert_same(sharded(*arguments(step, mesh)), wanted)
+    assert (sharded.cache_size(), sharded.trace_count()) == (1, 1)
+
+
+# --- trees ----------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@optree.dataclasses.dataclass(namespace="yafsdp_fn")
+class Layer:
+    weight: Any
+    bias: Any
+    name: str = optree.dataclasses.field(default="layer", pytree_node=False)
+
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+SHAPES = ((), (1,), (3,), (0,), (5, 4), (1, 6), (0, 3), (4, 0), (7, 1), (2, 3, 2, 2))
+
+
+def tensor(shape: Sequence[int], dtype: torch.dtype, layout: str, seed: int) -> Any:
+    """A tensor with special values, in one of several orders in memory."""
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(shape, dtype=torch.float64, generator=generator) * 3
+    special = torch.tensor([-0.0, float("nan"), float("-inf")], dtype=torch.float64)
+    if dtype.is_floating_point and value.numel():
+        value.view(-1)[: len(special)] = special[: value.numel()]
+    value = value.to(dtype)
+    if layout == "transposed" and value.dim() > 1:
+        return value.mT.contiguous().mT
+    if layout == "channels_last" and value.dim() == 4:
+        return value.contiguous(memory_format=torch.channels_last)
+    return value
+
+
+tensors = st.builds(
+    tensor,
+    st.sampled_from(SHAPES),
+    st.sampled_from(DTYPES),
+    st.sampled_from(["plain", "transposed", "channels_last"]),
+    st.integers(0, 99),
+)
+trees = st.recursive(
+    tensors | st.none() | st.sampled_from([3, 0.5, "name"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+        | st.builds(Pair, inner, inner)
+        | st.builds(Layer, inner, inner)
+    ),
+    max_leaves=8,
+)
+
+
+def bits(value: torch.Tensor) -> torch.Tensor:
+    return value.contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_bitwise(found: Any, wanted: Any) -> None:
+    """Two trees agree in structure, dtype, shape, stride and in every bit."""
+    haves, have_spec = optree.tree_flatten(found, namespace="yafsdp_fn")
+    wants, want_spec = optree.tree_flatten(wanted, namespace="yafsdp_fn")
+    assert have_spec == want_spec
+    for have, want in zip(haves, wants, strict=True):
+        assert type(have) is type(want)
+        if not isinstance(want, torch.Tensor):
+            assert have == want
+            continue
+        assert (have.dtype, have.shape) == (want.dtype, want.shape)
+        assert have.stride() == want.stride()
+        assert torch.equal(bits(have), bits(want))
+
+
+@given(tree=trees, world=worlds)
+def test_trees_round_trip(tree: Any, world: World) -> None:
+    assert_bitwise(yf.full(yf.distribute(tree, mesh_of(world))), tree)
+
+
+@given(tree=trees, world=worlds, seed=st.integers(0, 9))
+def test_trees_round_trip_in_given_placements(
+    tree: Any, world: World, seed: int
+) -> None:
+    mesh = mesh_of(world)
+
+    def placements(path: str, leaf: torch.Tensor) -> list[Any] | None:
+        last = Shard(1) if leaf.dim() > 1 and seed % 2 else Replicate()
+        return None if seed == 9 else [Replicate()] * (mesh.ndim - 1) + [last]
+
+    assert_bitwise(yf.full(yf.distribute(tree, mesh, placements)), tree)
+
+
+# --- transfers ------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """A value of some shape whose dimension `dim` is cut into parts of `chunk`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    chunk: int
+    ranks: int
+
+    def lengths(self) -> list[int]:
+        placed = (Split(self.dim, self.chunk),)
+        bounds = (
+            interval(self.shape[self.dim], self.dim, placed, (rank,))
+            for rank in range(self.ranks)
+        )
+        return [stop - start for start, stop in bounds]
+
+    def transfer(self, kind: str) -> Transfer:
+        return Transfer(kind, 0, (), (), ((self.dim, self.chunk),))
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
+    dim = draw(st.integers(0, len(shape) - 1))
+    ranks = draw(st.integers(1, 4))
+    chunk = even_chunk(shape[dim], ranks) + draw(st.integers(0, 2))
+    return Cut(shape, dim, chunk, ranks)
+
+
+def whole_numbers(shape: Sequence[int], seed: int) -> torch.Tensor:
+    """Floats whose sums and products are exact."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-9, 9, tuple(shape), generator=generator).double()
+
+
+@given(cut=cuts())
+def test_all_gather_and_reduce_scatter_are_adjoint(cut: Cut) -> None:
+    lengths = cut.lengths()
+    whole = whole_numbers(cut.shape, 0)
+    x = list(whole.split(lengths, cut.dim))
+    y = [whole_numbers(cut.shape, rank + 1) for rank in range(cut.ranks)]
+    size = [cut.shape[cut.dim]] * cut.ranks
+    gathered = exchange(cut.transfer("all_gather"), 0, x, size)
+    scattered = exchange(cut.transfer("reduce_scatter"), 0, y, lengths)
+    assert all(torch.equal(value, whole) for value in gathered)
+    assert inner(gathered, y) == inner(x, scattered)
+
+
+def inner(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+    """The inner product of what all ranks hold."""
+    return sum(float((a * b).sum()) for a, b in zip(left, right, strict=True))
+
+
+@given(cut=cuts(), dtype=st.sampled_from(DTYPES))
+def test_pack_and_unpack_round_trip(cut: Cut, dtype: torch.dtype) -> None:
+    value = tensor(cut.shape, dtype, "plain", 0)
+    rows = cut.shape[cut.dim]
+    packed = pack(value, cut.dim, rows + cut.chunk)
+    assert packed.is_contiguous()
+    assert not bits(packed[rows:]).any()
+    found = unpack(packed, cut.dim, rows)
+    assert found.shape == value.shape
+    assert torch.equal(bits(found), bits(value))
+
+
+@given(cut=cuts(), op=st.sampled_from(["sum", "max", "min"]))
+def test_all_reduce_is_the_same_everywhere(cut: Cut, op: str) -> None:
+    parts = [whole_numbers(cut.shape, rank) for rank in range(cut.ranks)]
+    stacked = torch.stack(parts)
+    wanted = {"sum": stacked.sum, "max": stacked.amax, "min": stacked.amin}[op](0)
+    transfer = Transfer("all_reduce", 0, (), (), op=op)
+    assert all(torch.equal(v, wanted) for v in exchange(transfer, 0, parts, []))
+
+
+# --- the comparison can fail ----------------------------------------------------------
+
+ONES = torch.ones(3, dtype=torch.float64)
+NAN = torch.tensor([float("nan"), 1.0, 1.0], dtype=torch.float64)
+DIFFERENT = {
+    "value": (ONES, ONES + 1e-8),
+    "value in float32": (ONES.float(), ONES.float() + 1e-4),
+    "value in bfloat16": (ONES.bfloat16(), ONES.bfloat16() * 1.1),
+    "complex value": (ONES + 0j, ONES + 1e-8j),
+    "one small value": (ONES, torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)),
+    "dtype": (ONES, ONES.float()),
+    "dtype of integers": (torch.arange(3), torch.arange(3, dtype=torch.int32)),
+    "shape": (ONES, ONES[:, None]),
+    "length": (ONES, ONES[:2]),
+    "integer": (torch.arange(3), torch.arange(3) + torch.tensor([0, 0, 1])),
+    "large integer": (torch.tensor([2**60]), torch.tensor([2**60 + 1])),
+    "truth value": (torch.tensor([True, False]), torch.tensor([True, True])),
+    "NaN": (ONES, NAN),
+    "infinity": (ONES, ONES / 0),
+    "sign of infinity": (ONES / 0, -ONES / 0),
+    "stride": (torch.ones(2, 3), torch.ones(3, 2).mT),
+    "Python number": (1, 2),
+    "type of a Python number": (1, 1.0),
+    "structure": ([ONES], (ONES,)),
+    "keys": ({"a": ONES}, {"b": ONES}),
+    "missing leaf": ([ONES, ONES], [ONES]),
+    "None": ([ONES], [None]),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_comparison_fails_on(name: str, swapped: bool) -> None:
+    found, wanted = reversed(DIFFERENT[name]) if swapped else DIFFERENT[name]
+    assert_same([found], [found])
+    with pytest.raises(AssertionError):
+        assert_same([found], [wanted])
+
+
+def test_comparison_reads_every_shard() -> None:
+    right, wrong = torch.ones(5, 2), torch.ones(5, 2)
+    wrong[4, 1] = 2
+    with pytest.raises(AssertionError):
+        assert_same(yf.distribute(wrong, mesh_of(4)), right)
+
+
+def test_comparison_allows_the_order_of_sums() -> None:
+    assert_same({"a": NAN, "b": ONES + 1e-12}, {"a": NAN.clone(), "b": ONES})
+
+
+# --- the specification can fail -------------------------------------------------------
+
+
+def real_program() -> Program:
+    """The program of a step that gathers, reduces and scatters."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(p: Any) -> torch.Tensor:
+            return (batch @ p["v"].T @ p["w"].T).square().mean()
+
+        grads, value = torch.func.grad_and_value(loss)(params)
+        return {k: p - 0.1 * grads[k] for k, p in params.items()}, value
+
+    params = {"v": torch.ones(6, 2), "w": torch.ones(5, 6)}
+    lowered = yf.shard(step, mesh=mesh_of(2)).lower(params, torch.ones(8, 2))
+    return lowered.plan
+
+
+Mutants = Iterator[list[Instruction]]
+
+
+def positions(program: Program, kind: type) -> list[int]:
+    return [n for n, i in enumerate(program.instructions) if isinstance(i, kind)]
+
+
+def without(program: Program, kind: type) -> Mutants:
+    for n in positions(program, kind):
+        yield [*program.instructions[:n], *program.instructions[n + 1 :]]
+
+
+def repeated(program: Program, kind: type) -> Mutants:
+    for n in positions(program, kind):
+        yield [*program.instructions[: n + 1], *program.instructions[n:]]
+
+
+def read_before_wait(program: Program) -> Mutants:
+    """Every wait moved behind the first instruction that reads one of its targets."""
+    code = program.instructions
+    for n in positions(program, Wait):
+        targets = set(code[n].writes)
+        readers = (m for m in range(n, len(code)) if targets & set(code[m].reads))
+        for m in itertools.islice(readers, 1):
+            yield [*code[:n], *code[n + 1 : m + 1], code[n], *code[m + 1 :]]
+
+
+def read_after_free(program: Program) -> Mutants:
+    """Every operand released before the instruction that reads it."""
+    code = program.instructions
+    for n in positions(program, Compute):
+        for ref in code[n].reads:
+            yield [*code[:n], Free((ref,)), *code[n:]]
+
+
+def free_in_flight(program: Program) -> Mutants:
+    """Every source of a transfer released before its wait."""
+    code = program.instructions
+    for n in positions(program, Start):
+        yield [*code[: n + 1], Free(code[n].reads), *code[n + 1 :]]
+
+
+def free_result(program: Program) -> Mutants:
+    """Every result released at the end."""
+    for ref in program.outputs:
+        if ref is not None:
+            yield [*program.instructions, Free((ref,))]
+
+
+MUTATIONS: dict[str, Callable[[Program], Mutants]] = {
+    "a wait dropped": lambda p: without(p, Wait),
+    "a start dropped": lambda p: without(p, Start),
+    "a compute dropped": lambda p: without(p, Compute),
+    "started twice": lambda p: repeated(p, Start),
+    "waited twice": lambda p: repeated(p, Wait),
+    "written twice": lambda p: repeated(p, Compute),
+    "freed twice": lambda p: repeated(p, Free),
+    "read before its wait": read_before_wait,
+    "read after its release": read_after_free,
+    "source released in flight": free_in_flight,
+    "result released": free_result,
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_specification_fails_on(name: str) -> None:
+    program = real_program()
+    yf.check(program)
+    mutants = list(MUTATIONS[name](program))
+    assert mutants
+    for instructions in mutants:
+        with pytest.raises(yf.ProgramError):
+            yf.check(replace(program, instructions=tuple(instructions)))
+
+
+def test_specification_fails_on_memory() -> None:
+    mesh = mesh_of(2)
+    step = yf.shard(lambda params, batch: params * batch.sum(), mesh=mesh)
+    lowered = step.lower(torch.ones(6, 2), torch.ones(8, 2))
+    peak = lowered.memory_analysis()["peak_bytes"]
+    yf.check(lowered.plan, budget=peak)
+    with pytest.raises(yf.ProgramError, match="budget"):
+        yf.check(lowered.plan, budget=peak - 1)

@@ -229,10 +229,12 @@ def result_leaves(
             leaves.append(result.value)
         elif result.twin is not None:
             leaves.append(leaves[result.twin])
-        elif isinstance(passed, DTensor) and result.passed not in donated:
+        elif result.passed in donated and isinstance(passed, DTensor):
+            leaves.append(_result_leaf(result, part, call, world, mesh))
+        elif isinstance(passed, DTensor) or (passed is not None and not result.placed):
             leaves.append(passed)
         else:
-            own = _cloned(part, world) if result.shared and not passed else part
+            own = _cloned(part, world) if result.shared else part
             leaves.append(_result_leaf(result, own, call, world, mesh))
     return leaves
 
@@ -275,8 +277,8 @@ def refuse_shared_donations(call: Call, world: World) -> None:
                 paths = call.paths()
                 raise ArgumentError(
                     f"{paths[other]} and {paths[n]} share their memory, so it cannot "
-                    "be donated: results would overwrite each other. Clone one of them, "
-                    "or leave the argument out of donate_argnums."
+                    "be donated: results would overwrite each other. Clone one of "
+                    "them, or leave the argument out of donate_argnums."
                 )
 
 

@@ -4,23 +4,32 @@ A function sees its closure, the globals that its code names, its defaults, and 
 hangs below those objects. `captures` walks all of it: tensors become hidden inputs of
 the program, everything else a part of the call's key, so that a captured value that
 has changed is never used stale.
+
+Code of installed packages is taken to be constant; objects of their classes are not.
 """
 
 import argparse
 import collections
 import functools
-import inspect
+import hashlib
+import os
 import sys
+import sysconfig
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_FOREIGN = {"torch", "builtins", "optree", "einops", "numpy", "jaxtyping"}
-_FOREIGN |= set(sys.stdlib_module_names) - {"__main__"}
+_OWN = "yafsdp_fn"
+_PACKAGES = tuple(
+    {sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")}
+)
+_OPEN = (torch.nn.Module, types.SimpleNamespace, argparse.Namespace)
 
 
 @dataclass
@@ -48,13 +57,15 @@ def captures(fn: Callable[..., Any]) -> Captures:
     Returns:
         The key and the tensors, in an order that depends on the program text alone.
     """
-    found, seen, stack = Captures(), set[int](), [fn]
+    found, seen, stack = Captures(), dict[int, int](), [fn]
     while stack:
         value = stack.pop()
         if isinstance(value, _SCALARS):
             found.key.append((type(value).__name__, repr(value)))
-        elif id(value) not in seen:
-            seen.add(id(value))
+        elif id(value) in seen:
+            found.key.append(seen[id(value)])
+        else:
+            seen[id(value)] = len(seen)
             stack.extend(_visit(value, found))
     return found
 
@@ -63,24 +74,75 @@ def _visit(value: Any, found: Captures) -> Iterator[Any]:
     """Record one object and yield what it refers to."""
     if isinstance(value, torch.Tensor):
         found.tensors.append(value)
-        found.key.append((value.shape, value.dtype, value.stride()))
+        found.key.append(_tensor_key(value))
+    elif isinstance(value, np.ndarray):
+        digest = hashlib.blake2b(value.tobytes()).digest()
+        found.key.append((value.shape, value.dtype.str, digest))
     elif isinstance(value, types.FunctionType):
         found.key.append(value.__code__)
         yield from _of_function(value)
-    elif isinstance(value, dict):
-        yield from (part for pair in value.items() for part in pair)
-    elif isinstance(value, list | tuple | collections.deque):
-        yield from value
-    elif isinstance(value, set | frozenset):
-        yield from sorted(value, key=repr)
+    elif isinstance(value, dict | list | tuple | set | frozenset | collections.deque):
+        found.key.append((type(value).__qualname__, len(value)))
+        yield from _of_container(value)
     elif isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
+    else:
+        yield from _of_object(value, found)
+
+
+def _tensor_key(tensor: torch.Tensor) -> Hashable:
+    key = (tensor.shape, tensor.dtype, tensor.stride(), tensor.device)
+    if isinstance(tensor, DTensor):
+        return (*key, tensor.placements, tensor.device_mesh)
+    return key
+
+
+def _of_container(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return [part for pair in value.items() for part in pair]
+    return sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+
+
+def _of_function(fn: types.FunctionType) -> Iterator[Any]:
+    """Closure, defaults, and the globals that the code names."""
+    yield getattr(fn, "__wrapped__", None)
+    if fn.__module__.partition(".")[0] == "torch":
+        return
+    yield from (_cell(cell) for cell in fn.__closure__ or ())
+    yield from fn.__defaults__ or ()
+    yield from (fn.__kwdefaults__ or {}).values()
+    if not _is_installed(fn.__module__):
+        yield from _named(vars_of=fn.__globals__, names=_names(fn.__code__))
+
+
+def _named(vars_of: dict[str, Any], names: tuple[str, ...], depth: int = 3) -> Any:
+    """The values that code names in a scope and in the modules of that scope.
+
+    `package.module.rate` is looked up through all of its modules.
+    """
+    for name in dict.fromkeys(names):
+        value = vars_of.get(name)
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif depth and not _is_installed(value.__name__):
+            yield from _named(vars(value), names, depth - 1)
+
+
+def _of_object(value: Any, found: Captures) -> Iterator[Any]:
+    """Known by class and attributes if it is a user's, else by its identity."""
+    if isinstance(value, type) and not _is_installed(value.__module__):
+        found.key.append(value.__qualname__)
+        yield from (v for k, v in vars(value).items() if k not in _UNREAD)
+        yield from value.__bases__
+    elif isinstance(value, property):
+        yield from (value.fget, value.fset)
+    elif isinstance(value, staticmethod | classmethod):
+        yield value.__func__
     elif _is_open(value):
-        found.key.append(type(value).__qualname__)
+        yield type(value)
         yield _attributes(value)
-        yield inspect.getattr_static(type(value), "__call__", None)
     elif hasattr(value, "__wrapped__"):
         yield value.__wrapped__
     else:
@@ -88,38 +150,20 @@ def _visit(value: Any, found: Captures) -> Iterator[Any]:
         found.held.append(value)
 
 
-def _of_function(fn: types.FunctionType) -> Iterator[Any]:
-    if _is_foreign(fn.__module__):
-        return
-    yield from (_cell(cell) for cell in fn.__closure__ or ())
-    yield from fn.__defaults__ or ()
-    yield from (fn.__kwdefaults__ or {}).values()
-    for name in _names(fn.__code__):
-        value = fn.__globals__.get(name)
-        if isinstance(value, types.ModuleType):
-            yield from _of_module(value, fn.__code__)
-        elif name in fn.__globals__:
-            yield value
-    yield getattr(fn, "__wrapped__", None)
-
-
-def _of_module(module: types.ModuleType, code: types.CodeType) -> Iterator[Any]:
-    """Attributes of a user's module that the code names (`config.rate`)."""
-    if not _is_foreign(module.__name__):
-        for name in _names(code):
-            value = vars(module).get(name)
-            if name in vars(module) and not isinstance(value, types.ModuleType):
-                yield value
+_UNREAD = {
+    "__dict__",
+    "__weakref__",
+    "__doc__",
+    "__annotations__",
+    "__abstractmethods__",
+}
 
 
 def _is_open(value: Any) -> bool:
     """Whether an object is known by its class and attributes, not by its identity."""
     if isinstance(value, type | types.ModuleType):
         return False
-    if isinstance(value, torch.nn.Module | types.SimpleNamespace | argparse.Namespace):
-        return True
-    kind = type(value).__module__
-    return not (_is_foreign(kind) or kind.partition(".")[0] == "yafsdp_fn")
+    return isinstance(value, _OPEN) or not _is_installed(type(value).__module__)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -130,9 +174,8 @@ def _attributes(value: Any) -> dict[str, Any]:
         for name in _listed(vars(kind).get("__slots__", ()))
         if hasattr(value, name)
     ]
-    return {name: getattr(value, name) for name in slots} | getattr(
-        value, "__dict__", {}
-    )
+    own = getattr(value, "__dict__", {})
+    return {name: getattr(value, name) for name in slots} | own
 
 
 def _listed(slots: str | Iterable[str]) -> Iterable[str]:
@@ -152,5 +195,11 @@ def _cell(cell: types.CellType) -> Any:
         return None
 
 
-def _is_foreign(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _FOREIGN
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Whether a module is code of an installed package, which does not change."""
+    root = (module or "").partition(".")[0]
+    if root in sys.stdlib_module_names - {"__main__"} or root in ("torch", "builtins"):
+        return True
+    file = getattr(sys.modules.get(root), "__file__", None)
+    return root != _OWN and file is not None and file.startswith(_PACKAGES)

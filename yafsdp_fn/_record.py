@@ -4,6 +4,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -204,7 +205,37 @@ class EditFinder(_torch.TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         for tensor in _torch.written(func, args, kwargs or {}):
-            path = self.paths.get(_torch.storage_id(tensor))
-            if path is not None:
-                raise EditError(path, user_line(sys._getframe(1)))
+            _refuse_edit(tensor, self.paths, sys._getframe(1))
         return func(*args, **(kwargs or {}))
+
+
+class CallFinder(TorchFunctionMode):
+    """The same for calls that torch.func refuses before they are dispatched."""
+
+    def __init__(self, paths: Mapping[Any, str]) -> None:
+        super().__init__()
+        self.paths = paths
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        edits = name in _EDITING or (name.endswith("_") and not name.endswith("__"))
+        if edits and args and isinstance(args[0], _torch.FakeTensor):
+            _refuse_edit(args[0], self.paths, sys._getframe(1))
+        return func(*args, **(kwargs or {}))
+
+
+_EDITING = {"__setitem__"} | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow")
+}
+
+
+def _refuse_edit(
+    tensor: torch.Tensor, paths: Mapping[Any, str], frame: FrameType
+) -> None:
+    """Stop at the edit of an argument, and before that of a real, captured tensor."""
+    captured = not isinstance(tensor, _torch.FakeTensor)
+    path = "a captured tensor" if captured else paths.get(_torch.storage_id(tensor))
+    if path is not None:
+        raise EditError(path, user_line(frame))

@@ -77,7 +77,7 @@ class ShardedFunction(Generic[Parameters, Returned]):
             ArgumentError: Arguments that cannot be sharded.
         """
         call, captured = self._bind(args, kwargs)
-        return self._traced(call, captured, self._mesh_for(call, captured))[0]
+        return self._traced(call, captured, self._mesh_for(call, captured))
 
     def lower(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Lowered:
         """The step's program for these arguments; executes nothing."""
@@ -120,37 +120,40 @@ class ShardedFunction(Generic[Parameters, Returned]):
 
     def _key(self, call: Call, captured: Captures, mesh: DeviceMesh) -> Hashable:
         key = (placed_key(call, mesh), tuple(captured.key))
-        return (key, _floats(call)) if key in self._frozen else key
+        return (*key, _floats(call)) if key in self._frozen else key
 
     def _build(self, call: Call, captured: Captures, mesh: DeviceMesh) -> Hashable:
         """Make the program, and make sure that all ranks have made the same one."""
         failure, compiled = None, None
         try:
-            traced, live = self._traced(call, captured, mesh)
-            compiled = traced.lower().compile()
-            text = "\n".join([compiled.as_text(), *_constants(traced.graph)])
+            compiled = self._traced(call, captured, mesh).lower().compile()
+            graph = compiled.lowered.traced.graph
+            text = "\n".join([compiled.as_text(), *_constants(graph)])
         except Exception as error:
             text, failure = f"error: {error}", error
         _agree(mesh, text, failure)
         assert compiled is not None
-        if not live:
-            self._frozen.add(self._key(call, captured, mesh))
-        key = self._key(call, captured, mesh)
+        key = compiled.lowered.traced.key
         self._cache[key] = compiled
         return key
 
-    def _traced(
-        self, call: Call, captured: Captures, mesh: DeviceMesh
-    ) -> tuple[Traced, bool]:
+    def _traced(self, call: Call, captured: Captures, mesh: DeviceMesh) -> Traced:
         """Trace, with floats as live inputs if the step allows it."""
         self._traces += 1
         try:
-            graph, live = _trace(call, captured, True), True
+            graph = _trace(call, captured, True)
         except Exception:  # torch says in many ways that it needs the number itself
             if not _floats(call):
                 raise
-            graph, live = _trace(call, captured, False), False
-        return Traced(graph, mesh, call, self._bind), live
+            graph = _trace(call, captured, False)
+            self._frozen.add(self._key(call, captured, mesh))
+        key = self._key(call, captured, mesh)
+        return Traced(graph, mesh, call, key, self._bind_and_key)
+
+    def _bind_and_key(self, args: Any, kwargs: Any) -> tuple[Call, Captures, Hashable]:
+        call, captured = self._bind(args, kwargs)
+        key = self._key(call, captured, self._mesh_for(call, captured))
+        return call, captured, key
 
 
 def _trace(call: Call, captured: Captures, live_floats: bool) -> Graph:

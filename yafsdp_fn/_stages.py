@@ -1,6 +1,6 @@
 """The stages of a step; stop at each of them and read it, as in `jax.stages`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ from ._boundary import (
     expressible,
     input_part,
     input_placements,
-    placed_key,
     refuse_shared_donations,
     result_leaves,
     wanted_placements,
@@ -44,7 +43,8 @@ class Traced:
     graph: Graph
     mesh: DeviceMesh
     call: Call = field(repr=False)
-    bind: Callable[..., tuple[Call, Captures]] = field(repr=False)
+    key: Hashable = field(repr=False)
+    bind: Callable[..., tuple[Call, Captures, Hashable]] = field(repr=False)
 
     def as_text(self) -> str:
         """One line for each input, operator and output."""
@@ -150,13 +150,13 @@ class Compiled:
             ArgumentError: Arguments of another structure than the program was made for.
         """
         traced = self.lowered.traced
-        call, captured = traced.bind(args, kwargs)
-        keys = [placed_key(c, traced.mesh) for c in (call, traced.call)]
-        if keys[0] != keys[1]:
+        call, captured, key = traced.bind(args, kwargs)
+        if key != traced.key:
             raise ArgumentError(
                 f"{_name(call)} was compiled for arguments of another structure, "
-                "shape, dtype or placement. Lower and compile it for these, or call "
-                "the sharded function, which does so by itself."
+                "shape, dtype or placement, or for other static or captured values. "
+                "Lower and compile it for these, or call the sharded function, which "
+                "does so by itself."
             )
         return self.execute(call, captured)
 

@@ -18,7 +18,7 @@ from ._decompose import READ
 from ._errors import ArgumentError, TraceError
 from ._graph import Graph, Node, Output, Ref, refs
 from ._lines import line_of
-from ._record import EditError, EditFinder, Functions, Recorder
+from ._record import CallFinder, EditError, EditFinder, Functions, Recorder
 from ._scalar import LiveFloat
 from ._tree import flatten_with_paths
 
@@ -169,11 +169,11 @@ def _edit_error(
 ) -> TraceError:
     """`functionalize` tells of an edit at its end: run once more to find the line."""
     path, line = edit.args
-    finder = EditFinder(
-        {_storage(x): p for x, p in zip(leaves, call.paths(), strict=True)}
-    )
+    rows = zip(leaves, call.paths(), strict=True)
+    paths = {_storage(x): path for x, path in rows if _tensor(x) is not None}
+    finders = EditFinder(paths), CallFinder(paths)
     try:
-        with recorder.fakes, finder, _torch.compiling():
+        with recorder.fakes, finders[0], finders[1], _torch.compiling():
             call.apply(leaves)
     except EditError as found:
         path, line = found.args

@@ -396,6 +396,15 @@ def test_what_an_inlined_function_captures_is_never_stale() -> None:
     assert_same(outer(W, X), W * X.sum() * 6 + 1)
 
 
+def test_what_an_inlined_function_has_cached_is_no_captured_value() -> None:
+    inner = yf.shard(lambda params, batch: params * batch.sum(), mesh=mesh_of(2))
+    outer = yf.shard(lambda params, batch: inner(params, batch) + 1, mesh=mesh_of(2))
+    for rows in (4, 5, 6):
+        inner(W, X[:rows])
+        assert_same(outer(W, X), W * X.sum() + 1)
+    assert outer.trace_count() == 1
+
+
 def test_a_transform_of_a_sharded_function_says_what_to_write() -> None:
     sharded = yf.shard(loss_fn, mesh=mesh_of(2))
     with pytest.raises(yf.YafsdpError, match=r"shard\(grad\(f\)\)"):

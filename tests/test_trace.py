@@ -669,6 +669,21 @@ def never_stale(step: Step, *changes: Callable[[], None]) -> None:
             assert_same(sharded(PARAMS, BATCH), step(PARAMS, BATCH))
 
 
+def test_nothing_is_traced_again_without_a_change() -> None:
+    held = [Slotted(float(n)) for n in range(20)]  # many objects, short-lived views
+
+    def step(params: Tree, batch: torch.Tensor) -> Any:
+        return params["w"] * sum(item.scale for item in held)
+
+    sharded = yf.shard(step, mesh=mesh_of(2))
+    for _ in range(20):
+        sharded(PARAMS, BATCH)
+    assert sharded.trace_count() == 1
+    for item in held:
+        item.scale += 1
+        assert_same(sharded(PARAMS, BATCH), step(PARAMS, BATCH))
+
+
 def test_a_stale_value_is_found() -> None:
     values = iter(range(100))
     with pytest.raises(AssertionError):  # what an iterator yields cannot be captured

@@ -25,7 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
-_OWN = "yafsdp_fn"
+_CONSTANT = {"torch", "builtins", "yafsdp_fn"} | set(sys.stdlib_module_names)
 _PACKAGES = tuple(
     {sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")}
 )
@@ -199,7 +199,5 @@ def _cell(cell: types.CellType) -> Any:
 def _is_installed(module: str | None) -> bool:
     """Whether a module is code of an installed package, which does not change."""
     root = (module or "").partition(".")[0]
-    if root in sys.stdlib_module_names - {"__main__"} or root in ("torch", "builtins"):
-        return True
-    file = getattr(sys.modules.get(root), "__file__", None)
-    return root != _OWN and file is not None and file.startswith(_PACKAGES)
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return root != "__main__" and (root in _CONSTANT or file.startswith(_PACKAGES))

@@ -39,6 +39,20 @@ def unpack(packed: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
     return packed.narrow(0, 0, rows).movedim(0, dim)
 
 
+def in_order(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A value with its dimensions in memory in the order that `stride` has them.
+
+    Kernels are chosen while a step is traced, some of them for the strides that they
+    see then; what a collective writes must not lie in another order.
+    """
+    order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
+    seen = [tensor.stride(d) for d in order if tensor.shape[d] > 1]
+    if seen == sorted(seen, reverse=True):
+        return tensor
+    inverse = sorted(range(tensor.dim()), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
 def combine(parts: torch.Tensor, op: str) -> torch.Tensor:
     """Reduce `[ranks, ...]` over its first dimension, in rank order.
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ._collectives import exchange, start
+from ._collectives import exchange, in_order, start
 from ._errors import ProgramError
 from ._graph import Ref, map_leaves, results
 from ._layout import interval
@@ -214,7 +214,8 @@ class Runner:
         def action(values: Environment) -> None:
             finishing = self.finishing.pop(transfer.targets[0])
             for ref, finish in zip(transfer.targets, finishing, strict=True):
-                values[ref.id] = finish()
+                stride = self.program.values[ref.id].meta.stride
+                values[ref.id] = in_order(finish(), stride)
 
         return action
 
@@ -280,6 +281,7 @@ class Emulator:
         self, transfer: Transfer, item: int, worlds: list[Environment]
     ) -> None:
         source, target = transfer.sources[item].id, transfer.targets[item].id
+        stride = self.program.values[target].meta.stride
         for members in self._rows(transfer.axis).values():
             exchanged = exchange(
                 transfer,
@@ -291,7 +293,7 @@ class Emulator:
                 ],
             )
             for rank, value in zip(members, exchanged, strict=True):
-                worlds[rank][target] = value
+                worlds[rank][target] = in_order(value, stride)
 
     def _rows(self, axis: int) -> Mapping[tuple[int, ...], list[int]]:
         """Ranks that differ in nothing but their place on an axis."""

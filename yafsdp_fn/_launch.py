@@ -25,7 +25,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import cloudpickle
 import torch.distributed as dist
@@ -401,11 +401,16 @@ def _run_rank(name: str, rank: int, lifeline: int) -> None:
         trace = "".join(traceback.format_exception(error))
         failure = _Failure(rank, what, trace, when)
         _write(directory / f"failure-{rank}", pickle.dumps(failure))
-        # The file comes first, for the exit cuts connections and peers fail by that;
-        # and the exit is hard, for a soft one can wait for those peers.
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(1)
+        # The file comes first, for the exit cuts connections and peers fail by that.
+        _exit(1)
+    _exit(0)
+
+
+def _exit(status: int) -> NoReturn:
+    """Hard, for a soft exit waits for peers, or takes down gloo's threads at work."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def _end_with_parent(directory: str, lifeline: int) -> None:

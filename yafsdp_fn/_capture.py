@@ -38,7 +38,7 @@ class Captures:
 
     key: list[Hashable] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
-    held: list[Any] = field(default_factory=list)  # keeps the ids in `key` unique
+    held: list[Any] = field(default_factory=list)  # what `key` knows by its id
 
     def index(self, tensor: torch.Tensor) -> int | None:
         """The place of a tensor in the walk, or None if the walk did not meet it."""
@@ -57,15 +57,16 @@ def captures(fn: Callable[..., Any]) -> Captures:
     Returns:
         The key and the tensors, in an order that depends on the program text alone.
     """
-    found, seen, stack = Captures(), dict[int, int](), [fn]
+    # What has been seen is kept alive, so that no later object is given its id.
+    found, seen, stack = Captures(), dict[int, tuple[int, Any]](), [fn]
     while stack:
         value = stack.pop()
         if isinstance(value, _SCALARS):
             found.key.append((type(value).__name__, repr(value)))
         elif id(value) in seen:
-            found.key.append(seen[id(value)])
+            found.key.append(seen[id(value)][0])
         else:
-            seen[id(value)] = len(seen)
+            seen[id(value)] = (len(seen), value)
             stack.extend(_visit(value, found))
     return found
 

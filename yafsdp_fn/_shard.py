@@ -148,7 +148,7 @@ class ShardedFunction(Generic[Parameters, Returned]):
             graph = _trace(call, captured, False)
             self._frozen.add(self._key(call, captured, mesh))
         key = self._key(call, captured, mesh)
-        return Traced(graph, mesh, call, key, self._bind_and_key)
+        return Traced(graph, mesh, call, key, captured.held, self._bind_and_key)
 
     def _bind_and_key(self, args: Any, kwargs: Any) -> tuple[Call, Captures, Hashable]:
         call, captured = self._bind(args, kwargs)

@@ -44,6 +44,7 @@ class Traced:
     mesh: DeviceMesh
     call: Call = field(repr=False)
     key: Hashable = field(repr=False)
+    held: Sequence[Any] = field(repr=False)  # what the key knows by its id
     bind: Callable[..., tuple[Call, Captures, Hashable]] = field(repr=False)
 
     def as_text(self) -> str:

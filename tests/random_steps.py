@@ -1,10 +1,11 @@
 """Random pure train steps, for hypothesis: each is a program that prints as its source.
 
-A step is drawn as a list of recipes, an operator's name and a few small numbers each. A
-recipe takes its operands from the values that exist when its turn comes, and is left out
-where none fits; so any part of the list is a step too, and failures shrink well. While
-it is written a step is executed line by line, which keeps it well conditioned: values are
-bounded, what is compared or sorted is kept apart, nothing is divided by almost zero.
+A step is drawn as a list of recipes, an operator's name and a few small numbers each.
+A recipe takes its operands from the values that exist when its turn comes, and is left
+out where none fits; so any part of the list is a step too, and failures shrink well.
+While it is written a step is executed line by line, which keeps it well conditioned:
+values are bounded, what is compared or sorted is kept apart, and nothing is divided by
+almost zero.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.func import functional_call, grad, grad_and_value, vmap
+from torch.func import grad, grad_and_value, vmap
 
 import yafsdp_fn as yf
 
@@ -57,7 +58,6 @@ _NAMES: dict[str, Any] = {
     "grad": grad,
     "grad_and_value": grad_and_value,
     "vmap": vmap,
-    "functional_call": functional_call,
 }
 
 
@@ -91,7 +91,7 @@ def from_source(source: str) -> RandomStep:
 # --- writing a program ----------------------------------------------------------------
 
 
-class Skip(Exception):
+class SkipError(Exception):
     """A recipe finds no operands, or its result is not fit for a comparison."""
 
 
@@ -116,7 +116,7 @@ class Writer:
 
     def among(self, options: Sequence[Any]) -> Any:
         if not options:
-            raise Skip
+            raise SkipError
         return options[self.choose(len(options))]
 
     def pick(self, test: Callable[[Tensor], bool]) -> str:
@@ -136,7 +136,7 @@ class Writer:
             lambda x: (
                 x.dtype == torch.int64
                 and x.numel() > 0
-                and 0 <= int(x.min())
+                and int(x.min()) >= 0
                 and int(x.max()) < below
                 and test(x)
             )
@@ -170,12 +170,12 @@ class Writer:
         front = value.movedim(list(dims), list(range(len(dims))))
         flat, _ = front.flatten(0, len(dims) - 1).sort(0)
         if flat.shape[0] > 1 and flat.diff(dim=0).min() < _APART:
-            raise Skip
+            raise SkipError
 
     def away(self, name: str, *points: float) -> None:
         """Require that no value is nearly one of the points."""
         if any((self.values[name] - p).abs().min() < _APART for p in points):
-            raise Skip
+            raise SkipError
 
     # --- lines ---
 
@@ -187,13 +187,13 @@ class Writer:
         try:
             value = self.evaluate(expression)
         except (RuntimeError, IndexError, ValueError):  # its shapes do not fit
-            raise Skip from None
+            raise SkipError from None
         if value.numel() == 0 or value.numel() > _LARGEST or value.dim() > 4:
-            raise Skip
+            raise SkipError
         if value.dtype == torch.float64:
             largest = value.abs().max().item()
             if not 1e-3 < largest < 1e6:
-                raise Skip
+                raise SkipError
             if largest > _BOUND:
                 expression = f"({expression}).tanh()"
         self.values[name] = self.evaluate(expression)
@@ -208,7 +208,7 @@ class Writer:
             name = f"{prefix}{number}"
             try:
                 self.add(name, table[kind](self))
-            except Skip:
+            except SkipError:
                 continue
             names.append(name)
         return names
@@ -433,17 +433,17 @@ def matmul(w: Writer) -> str:
     shape = w.values[y].shape
     right = y if len(shape) == 1 or shape[-2] == inner else f"{y}.mT"
     if right == y and len(shape) == 1 and shape[0] != inner:
-        raise Skip
+        raise SkipError
     batch = w.values[x].shape[:-2], shape[:-2]
     if not _meets(*batch):
-        raise Skip
+        raise SkipError
     return f"{x} @ {right} * 0.5"
 
 
 @operator
 def einsum(w: Writer) -> str:
     x = w.real(lambda t: t.dim() == 2)
-    rows, columns = w.values[x].shape
+    columns = w.values[x].shape[1]
     y = w.real(lambda t: t.dim() == 2 and t.shape[1] == columns)
     forms = ("bi,kj->bk", "bi,ki->bk", "bi,ki->bki", "bi,ki->i", "bi,ki->k")
     return f"torch.einsum({w.among(forms)!r}, {x}, {y}) * 0.3"
@@ -542,7 +542,9 @@ def part(w: Writer) -> str:
         "{x}.triu(1) + 0.1" if w.values[x].dim() > 1 else "torch.outer({x}, {x})",
     )
     some, neg = start + 1, -w.values[x].shape[-1] // 2
-    return w.among(forms).format(x=x, d=d, s=start, rest=length - start, some=some, neg=neg)
+    return w.among(forms).format(
+        x=x, d=d, s=start, rest=length - start, some=some, neg=neg
+    )
 
 
 @operator
@@ -564,7 +566,9 @@ def join(w: Writer) -> str:
         "torch.select_scatter({x}, {y}.select({d}, 0), {d}, -1)",
     )
     ones = ", ".join("1" for _ in shape)
-    return w.among(forms).format(x=x, y=y, d=d, ones=ones, pad="0, 0, " * (len(shape) - 1))
+    return w.among(forms).format(
+        x=x, y=y, d=d, ones=ones, pad="0, 0, " * (len(shape) - 1)
+    )
 
 
 # --- operators: lookups ---------------------------------------------------------------
@@ -689,7 +693,7 @@ def pairwise(w: Writer) -> str:
         "F.cross_entropy({x} @ {x}.T, torch.arange(len({x})))",
         "({x} @ {x}.T).tril(-1).pow(2).mean()",
         "({x}[:, None] - {x}[None] + 0.1).pow(2).sum(-1).add(1).sqrt().mean()",
-        "(F.normalize({x} + 2, dim=-1) @ F.normalize({x} - 2, dim=-1).T).logsumexp(1).mean()",
+        "(F.normalize({x} + 2, dim=1) @ F.normalize({x} - 2, dim=1).T).exp().mean()",
     )
     return w.among(forms).format(x=x)
 
@@ -703,7 +707,7 @@ def classes(w: Writer) -> str:
         "F.cross_entropy({x}, {y})",
         "F.cross_entropy({x}, {y}, ignore_index=0, reduction='sum')",
         "F.cross_entropy({x}, {y}, label_smoothing=0.1)",
-        "F.cross_entropy({x}, {y}, weight=torch.arange(1.0, {n} + 1, dtype=torch.float64))",
+        "F.cross_entropy({x}, {y}, weight=torch.arange({n}).double() + 1)",
         "-({x}.log_softmax(1).gather(1, {y}[:, None])).mean()",
         "F.nll_loss({x}.log_softmax(1), {y})",
         "F.binary_cross_entropy_with_logits({x}, F.one_hot({y}, {n}).double())",
@@ -719,7 +723,7 @@ UPDATES = {
     "normed": "{k: p - 0.1 * g[k] / (g[k].norm() + 0.1) for k, p in params.items()}",
     "rows": "{k: p - 0.1 * g[k] / (g[k].pow(2).mean(-1, True) + 0.1).sqrt()"
     " if p.dim() else p for k, p in params.items()}",
-    "centred": "{k: p - 0.1 * (g[k] - g[k].mean(0)) if p.dim() and p.numel() else p * 0.9"
+    "centred": "{k: p - 0.1 * (g[k] - g[k].mean(0)) if p.dim() and p.numel() else p"
     " for k, p in params.items()}",
     "by shape": "{k: p - 0.1 * (p.dim() + 1) * g[k] if len(p.shape) == 2 else p * 0.99"
     " for k, p in params.items()}",
@@ -734,16 +738,11 @@ OPTIMISERS = (
     "yf.optim.sgd(0.1, momentum=0.9)",
     "yf.optim.adamw(0.01, eps=0.1)",
     "yf.optim.adamw(0.01, eps=0.1, weight_decay=0.1, fused=False)",
-    "yf.optim.chain(yf.optim.clip_by_global_norm(0.5), yf.optim.sgd(0.1, momentum=0.9))",
+    "yf.optim.chain(yf.optim.clip_by_global_norm(0.5), yf.optim.sgd(0.1, 0.9, True))",
     "yf.optim.chain(yf.optim.clip_by_global_norm(0.1), yf.optim.adamw(0.01, eps=0.1))",
     "yf.optim.chain(yf.optim.clip_by_global_norm(0.1, 1.0), yf.optim.sgd(0.1))",
 )
 NORM = "sum((v * v).sum() for v in g.values()).add(1e-3).sqrt()"
-DEFAULT_STATE = {
-    "mean": "state['mean'] * 0.9 + {real}.mean() * 0.1",
-    "count": "state['count'] + 1",
-    "seen": "state['seen'] | ({real}.mean() > 0)",
-}
 
 # --- a whole step ---------------------------------------------------------------------
 
@@ -762,23 +761,17 @@ class Draft:
     optimiser: str
 
 
-LEAF_FORMS = {
-    "param": "rand({s}, seed={n})",
-    "transposed": "rand({r}, seed={n}).mT.contiguous().mT",
-}
-
-
 def write_step(draft: Draft) -> RandomStep:
     """The program of a draft."""
     inputs, w = _write_inputs(draft)
-    with contextlib.suppress(Skip):
+    with contextlib.suppress(SkipError):
         w.add("h", "x0 @ p0 * 0.5")
     made = w.follow(draft.recipes, OPERATORS, "v")
     losses = w.follow(draft.losses, LOSSES, "l")
     losses = losses or [_fallback(w)]
     text = "\n".join(w.lines)
     params = [n for n in w.values if n.startswith("p")]
-    used = [n for n in params if f"{n}" in _words(text)]
+    used = [n for n in params if n in _words(text)]
     penalty = "".join(f" + 0.01 * ({n} * {n}).sum()" for n in used)
     body = [
         *(f"{n} = params['{n}']" for n in params),
@@ -812,12 +805,11 @@ def _write_inputs(draft: Draft) -> tuple[list[str], Writer]:
     kinds = [("params", f"p{n}", *leaf) for n, leaf in enumerate(draft.leaves)]
     kinds += [("batch", f"{k[0]}{n}", k, s) for n, (k, s) in enumerate(draft.rows)]
     for group, name, kind, dims in kinds:
-        shape = [n if n < 0 else n for n in _lengths(draft, dims)]
-        text = _leaf(kind, shape, next(numbers), draft.sizes)
+        text = _leaf(kind, _lengths(draft, dims), next(numbers), draft.sizes)
         groups[group].append(f"'{name}': {text}")
         w.values[name] = eval(text, _NAMES)
     for n, dims in enumerate(draft.captured):
-        text = _leaf("x", list(_lengths(draft, dims)), next(numbers), draft.sizes)
+        text = _leaf("x", _lengths(draft, dims), next(numbers), draft.sizes)
         lines.append(f"c{n} = {text}")
         w.values[f"c{n}"] = eval(text, _NAMES)
     w.values = {n: v for n, v in w.values.items() if v.numel()}

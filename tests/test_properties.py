@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import optree
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_steps import RandomStep, steps
 from support import MESHES, WORLDS, assert_same, mesh_of
@@ -17,13 +17,24 @@ from torch.distributed.tensor import Replicate, Shard
 import yafsdp_fn as yf
 from yafsdp_fn._collectives import exchange, pack, unpack
 from yafsdp_fn._layout import Split, even_chunk, interval
-from yafsdp_fn._program import Compute, Free, Instruction, Program, Start, Transfer, Wait
+from yafsdp_fn._program import (
+    Compute,
+    Free,
+    Instruction,
+    Program,
+    Start,
+    Transfer,
+    Wait,
+)
 
 World = int | tuple[int, int]
 
 worlds: st.SearchStrategy[World] = st.sampled_from([*WORLDS, *MESHES])
 
 # --- steps ----------------------------------------------------------------------------
+
+# A step costs as much as fifty trees: it is traced, placed, planned and run twice.
+fewer = settings(max_examples=settings().max_examples // 3)
 
 
 def arguments(step: RandomStep, mesh: Any, placements: Any = None) -> list[Any]:
@@ -44,6 +55,7 @@ def assert_agrees(
         yield
 
 
+@fewer
 @given(step=steps(), world=worlds)
 def test_sharded_is_unsharded(step: RandomStep, world: World) -> None:
     mesh = mesh_of(world)
@@ -56,6 +68,7 @@ def test_sharded_is_unsharded(step: RandomStep, world: World) -> None:
     assert sharded.cache_size() == 1
 
 
+@fewer
 @given(step=steps(), world=worlds, seed=st.integers(0, 2**16))
 def test_any_placement_of_state(step: RandomStep, world: World, seed: int) -> None:
     mesh = mesh_of(world)
@@ -71,6 +84,7 @@ def test_any_placement_of_state(step: RandomStep, world: World, seed: int) -> No
         pass
 
 
+@fewer
 @given(step=steps(), world=worlds)
 def test_plain_and_distributed_share_a_program(step: RandomStep, world: World) -> None:
     mesh = mesh_of(world)

@@ -55,6 +55,25 @@ def _contiguous(op: Any) -> Callable[..., Any]:
     return fused
 
 
+def local_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Fused attention; its kernel divides by the number of heads, also by none."""
+    if query.numel():
+        return _FORWARD(query, *args, **kwargs)
+    low = query.dtype in (torch.float16, torch.bfloat16)
+    lengths = query.new_zeros(query.shape[:3], dtype=torch.float32 if low else None)
+    return torch.zeros_like(query), lengths
+
+
+def local_attention_backward(grad: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Its gradient."""
+    if grad.numel():
+        return _BACKWARD(grad, *args, **kwargs)
+    return tuple(torch.zeros_like(operand) for operand in args[:3])
+
+
+_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
 # A rank's part may lie in memory in another way than the whole would (a gathered value
 # is contiguous even if the leaf was not), so a view becomes a view where possible.
 LOCAL_OPS: dict[Any, Callable[..., Any]] = {
@@ -62,6 +81,8 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten._unsafe_view.default: aten.reshape.default,
     aten.amax.default: _extreme(aten.amax.default, _lowest),
     aten.amin.default: _extreme(aten.amin.default, _highest),
+    _FORWARD: local_attention,
+    _BACKWARD: local_attention_backward,
     aten._fused_adamw.default: _contiguous(aten._fused_adamw.default),
     aten._fused_adamw.tensor_lr: _contiguous(aten._fused_adamw.tensor_lr),
     aten._fused_adam.default: _contiguous(aten._fused_adam.default),

@@ -8,6 +8,7 @@ text of the program is the same on all ranks, and can be compared.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 from ._errors import ProgramError
@@ -239,8 +240,8 @@ class Program:
         outputs = ", ".join(self.name(r) for r in instruction.writes)
         named = [str(a) for a in instruction.args]
         named += [f"{k}={v}" for k, v in instruction.kwargs.items() if v is not None]
-        name = getattr(instruction.op, "__name__", "")
-        name = name if name.startswith("local_") else str(instruction.op)
+        op = instruction.op  # an ATen operator, or a function in the place of one
+        name = op.__name__ if isinstance(op, FunctionType) else str(op)
         call = f"{name}({', '.join(named)})"
         line = instruction.line.rpartition("/")[2]
         return f"{outputs:<40} {call:<48} # {line}".rstrip()

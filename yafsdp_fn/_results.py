@@ -86,9 +86,9 @@ def _alike(call: Call, graph: Graph, state: Subtree, element: Subtree) -> bool:
 def _same_shape(leaf: Any, graph: Graph, output: Output) -> bool:
     if isinstance(leaf, torch.Tensor) and isinstance(output.value, Ref):
         return tuple(leaf.shape) == graph.metas[output.value.id].shape
-    return not isinstance(leaf, torch.Tensor) and not isinstance(
-        output.value, Ref | None
-    )
+    if isinstance(leaf, float):
+        return output.is_float or isinstance(output.value, float)
+    return not isinstance(leaf, torch.Tensor) and not isinstance(output.value, Ref)
 
 
 # --- drift ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ _COMMON = {
     "derandomize": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }
-settings.register_profile("quick", max_examples=50, **_COMMON)
+settings.register_profile("quick", max_examples=100, **_COMMON)
 settings.register_profile("thorough", max_examples=1500, **_COMMON)
 
 

@@ -93,7 +93,8 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
     for left, right in zip(
         optree.tree_leaves(actual), optree.tree_leaves(expected), strict=True
     ):
-        assert left.dtype == right.dtype and torch.equal(left, right)
+        assert left.dtype == right.dtype
+        assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,8 @@ def test_updates_and_state_keep_structure(case: Case, params: Any) -> None:
 
     assert kinds(updates) == kinds(params)
     assert kinds(after) == kinds(state)
-    assert after.count == 1 and state.count == 0
+    assert after.count == 1
+    assert state.count == 0
 
 
 @every_optimiser
@@ -428,7 +430,8 @@ def test_state_of_shards_is_sharded(case: Case, two_ranks: Any) -> None:
     state = case.ours().init(params)
     assert type(state.count) is Tensor
     for leaf in optree.tree_leaves(tuple(state)[1:]):
-        assert isinstance(leaf, DTensor) and leaf.placements == (Shard(0),)
+        assert isinstance(leaf, DTensor)
+        assert leaf.placements == (Shard(0),)
 
 
 # --- AdamW -----------------------------------------------------------------------
@@ -698,7 +701,8 @@ def test_schedules_follow_the_hand_formula(
         ):
             for form in (step, torch.tensor(step)):
                 rate = build(*numbers)(form)
-                assert rate.shape == () and rate.dtype == torch.float32
+                assert rate.shape == ()
+                assert rate.dtype == torch.float32
                 assert rate.item() == pytest.approx(value, rel=1e-5, abs=1e-5)
 
 

@@ -34,7 +34,7 @@ worlds: st.SearchStrategy[World] = st.sampled_from([*WORLDS, *MESHES])
 # --- steps ----------------------------------------------------------------------------
 
 # A step costs as much as fifty trees: it is traced, placed, planned and run twice.
-fewer = settings(max_examples=settings().max_examples // 3)
+fewer = settings(max_examples=settings().max_examples // 2)
 
 
 def arguments(step: RandomStep, mesh: Any, placements: Any = None) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import assert_same, mesh_of
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.func import grad, grad_and_value
+from torch.func import grad, grad_and_value, vmap
 
 import yafsdp_fn as yf
 
@@ -405,10 +405,10 @@ def test_what_an_inlined_function_has_cached_is_no_captured_value() -> None:
     assert outer.trace_count() == 1
 
 
-def test_a_transform_of_a_sharded_function_says_what_to_write() -> None:
+def test_vmap_over_a_sharded_function_says_what_to_write() -> None:
     sharded = yf.shard(loss_fn, mesh=mesh_of(2))
-    with pytest.raises(yf.YafsdpError, match=r"shard\(grad\(f\)\)"):
-        grad(sharded)(fresh(), X)
+    with pytest.raises(yf.YafsdpError, match=r"yf.shard\(vmap\(f"):
+        vmap(sharded, (None, 0))(fresh(), X.unsqueeze(1))
 
 
 # --- drift ----------------------------------------------------------------------------

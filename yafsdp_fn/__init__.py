@@ -15,6 +15,11 @@ from ._stages import Compiled as Compiled
 from ._program import Program as Program
 from ._program import check as check
 
+# Transforms that compose with torch.func.
+from ._accumulate import accumulate as accumulate
+from ._remat import remat as remat
+from ._remat import name_value as name_value
+
 # Meshes, and trees on them.
 from ._mesh import make_mesh as make_mesh
 from ._distribute import distribute as distribute

@@ -92,13 +92,18 @@ class Call:
 
     def apply(self, leaves: Sequence[Any]) -> Any:
         """Call the step's function with other leaves in the same places."""
+        bound = self.with_leaves(leaves)
+        return self.signature.fn(*bound.args, **bound.kwargs)
+
+    def with_leaves(self, leaves: Sequence[Any]) -> inspect.BoundArguments:
+        """The arguments with other leaves in the same places."""
         remaining = iter(leaves)
         arguments = dict(self.bound.arguments)
         for name, spec in self.specs.items():
             part = [next(remaining) for _ in range(spec.num_leaves)]
             arguments[name] = unflatten(spec, part)
-        bound = inspect.BoundArguments(self.signature.signature, arguments)  # type: ignore[arg-type]
-        return self.signature.fn(*bound.args, **bound.kwargs)
+        signature = self.signature.signature
+        return inspect.BoundArguments(signature, arguments)  # type: ignore[arg-type]
 
     def _refuse_unhashable(self) -> None:
         named = list(zip(self.paths(), map(_leaf_key, self.leaves), strict=True))

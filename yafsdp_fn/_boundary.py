@@ -20,7 +20,6 @@ from ._graph import Graph, Input
 from ._layout import WHOLE, Meta, Placements, Split
 from ._mesh import axis_sizes, batch_axes, from_torch, split_on, to_torch
 from ._program import Program, owners
-from ._results import match
 from ._torch import storage_id
 from ._world import Part, World
 
@@ -128,16 +127,14 @@ class Result:
 
 
 def wanted_placements(
-    call: Call, graph: Graph, mesh: DeviceMesh
-) -> tuple[list[int | None], list[Placements | None]]:
-    """For every leaf of the result its argument, and the placement that follows."""
-    matched = match(call, graph)
+    call: Call, matched: Sequence[int | None], mesh: DeviceMesh
+) -> list[Placements | None]:
+    """For every leaf of the result the placement of the argument it replaces."""
     paths = call.paths()
-    wanted = [
+    return [
         None if n is None else placements_of(call.leaves[n], False, paths[n], mesh)
         for n in matched
     ]
-    return matched, wanted
 
 
 def describe_results(
@@ -158,9 +155,17 @@ def describe_results(
         leaf = None if argument is None else call.leaves[argument]
         kept = _torch_placements(local.placements, local.meta, leaf, mesh)
         # The unsharded description: a view's placed value may be another's.
-        meta = graph.metas[output.value.id]
+        meta = _dense(graph.metas[output.value.id])
         results.append(Result(None, meta, argument, kept, output.is_float))
     return _with_sharing(graph, program, results)
+
+
+def _dense(meta: Meta) -> Meta:
+    """The description of a value of its own memory; a shard is never an expansion."""
+    if 0 not in meta.stride:
+        return meta
+    like = torch.empty_strided(meta.shape, meta.stride, device="meta")
+    return dataclasses.replace(meta, stride=torch.empty_like(like).stride())
 
 
 def _with_sharing(

@@ -40,13 +40,6 @@ class Captures:
     tensors: list[torch.Tensor] = field(default_factory=list)
     held: list[Any] = field(default_factory=list)  # what `key` knows by its id
 
-    def index(self, tensor: torch.Tensor) -> int | None:
-        """The place of a tensor in the walk, or None if the walk did not meet it."""
-        for position, found in enumerate(self.tensors):
-            if found is tensor:
-                return position
-        return None
-
 
 def captures(fn: Callable[..., Any]) -> Captures:
     """Walk everything that `fn` can reach without being passed it.
@@ -69,6 +62,32 @@ def captures(fn: Callable[..., Any]) -> Captures:
             seen[id(value)] = (len(seen), value)
             stack.extend(_visit(value, found))
     return found
+
+
+def frozen(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its closure as it is now, for a call that comes later.
+
+    A loop that makes functions rebinds the variable that they all close over.
+    """
+    return _frozen(fn, {})
+
+
+def _frozen(value: Any, made: dict[int, Any]) -> Any:
+    if isinstance(value, functools.partial):
+        inner = _frozen(value.func, made)
+        return functools.partial(inner, *value.args, **value.keywords)
+    if not isinstance(value, types.FunctionType) or not value.__closure__:
+        return value
+    if id(value) not in made:
+        cells = tuple(types.CellType() for _ in value.__closure__)
+        copy = types.FunctionType(
+            value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
+        )
+        copy.__kwdefaults__, copy.__dict__ = value.__kwdefaults__, value.__dict__
+        made[id(value)] = copy
+        for cell, old in zip(cells, value.__closure__, strict=True):
+            cell.cell_contents = _frozen(_cell(old), made)
+    return made[id(value)]
 
 
 def _visit(value: Any, found: Captures) -> Iterator[Any]:

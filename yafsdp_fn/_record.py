@@ -102,10 +102,15 @@ class Recorder(_torch.TorchDispatchMode):
         return self.swaps[id(leaf)]
 
     def _capture(self, real: torch.Tensor) -> torch.Tensor:
-        position = self.captured.index(real)
-        source = real if position is None else position
-        name = f"captured[{len(self.swaps)}]"
-        return self.add_input(name, "captured", source, real)
+        """A tensor that the walk over closures did not meet: kept as it is."""
+        return self.add_input(_CAPTURED, "captured", real, real)
+
+    def add_captured(self) -> list[torch.Tensor]:
+        """Fakes for all captured tensors that are known before the step runs."""
+        for position, real in enumerate(self.captured.tensors):
+            fake = self.add_input(_CAPTURED, "captured", position, real)
+            self.swaps[id(real)] = fake
+        return [self.swaps[id(real)] for real in self.captured.tensors]
 
     def _constant(self, func: Any, real: torch.Tensor) -> torch.Tensor:
         """A tensor made of Python numbers inside of the step."""
@@ -139,10 +144,10 @@ class Recorder(_torch.TorchDispatchMode):
         """
         edited = args[0]
         ref = self.refs.get(id(edited))
-        path = next((i.path for i in self.inputs if i.ref == ref), "a captured tensor")
+        path = next((i.path for i in self.inputs if i.ref == ref), "")
         plain = _torch.without_edit(func)
-        if ref is None or path != "a captured tensor" or plain is None:
-            raise EditError(path, line)
+        if ref is None or path or plain is None:
+            raise EditError(path or _CAPTURED, line)
         if self.storages[_torch.storage_id(edited)] > 1:
             raise EditError("a view of a temporary", line)
         with self:
@@ -150,6 +155,9 @@ class Recorder(_torch.TorchDispatchMode):
         self.refs[id(edited)] = self.refs[id(made)]
         self.alive.append(made)
         return edited
+
+
+_CAPTURED = "a captured tensor"
 
 
 class EditError(Exception):
@@ -236,6 +244,6 @@ def _refuse_edit(
 ) -> None:
     """Stop at the edit of an argument, and before that of a real, captured tensor."""
     captured = not isinstance(tensor, _torch.FakeTensor)
-    path = "a captured tensor" if captured else paths.get(_torch.storage_id(tensor))
+    path = _CAPTURED if captured else paths.get(_torch.storage_id(tensor))
     if path is not None:
         raise EditError(path, user_line(frame))

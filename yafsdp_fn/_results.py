@@ -1,6 +1,6 @@
 """Which result is the new value of which argument, and so where it has to lie."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from ._arguments import Call
 from ._errors import RetraceWarning
 from ._graph import Graph, Output, Ref
 from ._lines import warn
+
+Matcher = Callable[[Call, Graph], list[int | None]]
 
 
 @dataclass(frozen=True)

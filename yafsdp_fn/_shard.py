@@ -17,6 +17,14 @@ from ._donate import refuse_donated
 from ._errors import ArgumentError, MismatchError, YafsdpError
 from ._graph import Graph, Ref
 from ._mesh import mesh_of, same_mesh
+from ._outside import (
+    differentiable_call,
+    is_differentiated,
+    like_arguments,
+    match_gradients,
+    pullback,
+)
+from ._results import Matcher, match
 from ._stages import Compiled, Lowered, Traced
 from ._torch import is_functorch_wrapped
 from ._trace import trace
@@ -46,15 +54,19 @@ class ShardedFunction(Generic[Parameters, Returned]):
         self._cache: dict[Hashable, Compiled] = {}
         self._frozen: set[Hashable] = set()  # keys whose floats are static
         self._traces = 0
+        self._match: Matcher = match
+        self._gradient: ShardedFunction[..., Any] | None = None
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
         """Execute the step; traces and plans it for arguments of a new kind."""
         if getattr(_tracing, "active", False):
             return self._fn(*args, **kwargs)
         call, captured = self._bind(args, kwargs)
+        if is_differentiated(call):
+            return differentiable_call(self, call)
         mesh = self._mesh_for(call, captured)
         try:
-            _refuse(call)
+            _refuse(call, captured)
             key = self._key(call, captured, mesh)
         except YafsdpError as error:
             if not self._cache:  # the other ranks wait to compare their programs
@@ -90,6 +102,15 @@ class ShardedFunction(Generic[Parameters, Returned]):
     def trace_count(self) -> int:
         """How often the step has been traced."""
         return self._traces
+
+    def gradient(self) -> "ShardedFunction[..., Any]":
+        """The sharded vjp of the step; its first argument are the results' vectors."""
+        if self._gradient is None:
+            step = self._signature
+            roles = (sorted(step.batch), sorted(step.static), ())
+            self._gradient = _Gradient(pullback(step), self._mesh, *roles)
+            self._gradient._match = match_gradients
+        return self._gradient
 
     # --- inside ---
 
@@ -148,7 +169,8 @@ class ShardedFunction(Generic[Parameters, Returned]):
             graph = _trace(call, captured, False)
             self._frozen.add(self._key(call, captured, mesh))
         key = self._key(call, captured, mesh)
-        return Traced(graph, mesh, call, key, captured.held, self._bind_and_key)
+        held = captured.held
+        return Traced(graph, mesh, call, key, held, self._match, self._bind_and_key)
 
     def _bind_and_key(self, args: Any, kwargs: Any) -> tuple[Call, Captures, Hashable]:
         call, captured = self._bind(args, kwargs)
@@ -156,16 +178,28 @@ class ShardedFunction(Generic[Parameters, Returned]):
         return call, captured, key
 
 
+class _Gradient(ShardedFunction[..., Any]):
+    """The sharded vjp of a step; gradients of plain tensors are plain."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        grads = super().__call__(*args, **kwargs)
+        call = self._signature.bind(args, kwargs)
+        return grads if is_differentiated(call) else like_arguments(call, grads)
+
+
 def _trace(call: Call, captured: Captures, live_floats: bool) -> Graph:
     with _inside_trace():
         graph = trace(call, captured, live_floats)
     if not any(isinstance(output.value, Ref) for output in graph.outputs):
-        name = getattr(call.signature.fn, "__qualname__", "the step")
         raise ArgumentError(
-            f"{name} returns no tensor, so there is nothing to compute. Return its new "
-            "state and metrics: `return params, opt_state, metrics`."
+            f"{_name(call)} returns no tensor, so there is nothing to compute. Return "
+            "its new state and metrics: `return params, opt_state, metrics`."
         )
     return graph
+
+
+def _name(call: Call) -> str:
+    return getattr(call.signature.fn, "__qualname__", "the step")
 
 
 @contextmanager
@@ -200,17 +234,19 @@ def _floats(call: Call) -> tuple[float, ...]:
     return tuple(leaf for leaf in call.leaves if isinstance(leaf, float))
 
 
-def _refuse(call: Call) -> None:
-    """Refuse leaves that cannot be read here."""
-    for n, leaf in enumerate(call.leaves):
-        if isinstance(leaf, torch.Tensor):
-            refuse_donated("an argument", leaf)
-            if is_functorch_wrapped(leaf):
-                raise ArgumentError(
-                    f"{call.paths()[n]} is inside of a torch.func transform. Put the "
-                    "transform into the sharded function: shard(grad(f)), not "
-                    "grad(shard(f))."
-                )
+def _refuse(call: Call, captured: Captures) -> None:
+    """Refuse leaves that cannot be read, and captures that a gradient would miss."""
+    for leaf in call.leaves:
+        refuse_donated("an argument", leaf)
+    for tensor in captured.tensors:
+        if is_functorch_wrapped(tensor) or (
+            tensor.requires_grad and torch.is_grad_enabled()
+        ):
+            raise ArgumentError(
+                f"{_name(call)} closes over a tensor of shape {tuple(tensor.shape)} "
+                "that is being differentiated. Pass it as an argument, so that its "
+                "gradient can be sharded; or detach it."
+            )
 
 
 # --- the transform --------------------------------------------------------------------

@@ -203,10 +203,10 @@ class _Walk:
     def _one(self, side: int, done: list[bool]) -> None:
         """A dimension of length one, or one that has been used up."""
         if self.fresh[side]:
-            name = f"one{len(self.sizes)}"
+            other = 1 - side
+            name = f"one{len(self.sizes)}" + "!" * done[other]
             self.sizes[name] = 1
             self._append(side, name)
-            other = 1 - side
             if not done[other]:
                 self._append(other, name)
         self.at[side] += 1

@@ -27,6 +27,7 @@ from ._mesh import axis_names, axis_sizes
 from ._place import place
 from ._plan import plan
 from ._program import Program, peak
+from ._results import Matcher
 from ._tree import unflatten
 from ._world import World, world_of
 
@@ -45,6 +46,7 @@ class Traced:
     call: Call = field(repr=False)
     key: Hashable = field(repr=False)
     held: Sequence[Any] = field(repr=False)  # what the key knows by its id
+    match: Matcher = field(repr=False)
     bind: Callable[..., tuple[Call, Captures, Hashable]] = field(repr=False)
 
     def as_text(self) -> str:
@@ -58,7 +60,8 @@ class Traced:
             ArgumentError: A leaf of the batch has no leading dimension.
         """
         inputs = input_placements(self.graph, self.mesh)
-        matched, wanted = wanted_placements(self.call, self.graph, self.mesh)
+        matched = self.match(self.call, self.graph)
+        wanted = wanted_placements(self.call, matched, self.mesh)
         placed = place(
             self.graph,
             axis_sizes(self.mesh),

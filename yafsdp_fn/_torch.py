@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import TransformType
 
 # Public replacement: none; fake tensors are the documented, unexported way to trace.
 from torch._decomp import get_decompositions as get_decompositions
+from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
 )
@@ -42,6 +44,26 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def custom_functions() -> Iterator[None]:
+    """Let `functionalize` run the forward of a user's `torch.autograd.Function`.
+
+    Gradients are taken above it, so the forward is all that arrives there. Public
+    replacement: none; torch's own rule is not written yet and only raises.
+    """
+    table = custom_function_call.functorch_table
+    before = table[TransformType.Functionalize]
+    table[TransformType.Functionalize] = _run_forward
+    try:
+        yield
+    finally:
+        table[TransformType.Functionalize] = before
+
+
+def _run_forward(_: Any, function: Any, *operands: Any) -> Any:
+    return function.forward(*operands)
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ from ._graph import Graph, Node, Output, Ref, refs
 from ._lines import line_of
 from ._record import CallFinder, EditError, EditFinder, Functions, Recorder
 from ._scalar import LiveFloat
+from ._swap import Swap
 from ._tree import flatten_with_paths
 
 
@@ -76,7 +77,13 @@ def _execute(
     recorder: Recorder, call: Call, leaves: list[Any]
 ) -> tuple[tuple[Output, ...], optree.PyTreeSpec]:
     try:
-        with recorder.fakes, recorder, Functions(), _torch.compiling():
+        with (
+            recorder.fakes,
+            recorder,
+            Functions(),
+            _torch.compiling(),
+            _torch.custom_functions(),
+        ):
             return _run_functional(recorder, call, leaves)
     except EditError as edit:
         raise _edit_error(call, leaves, recorder, edit) from None
@@ -104,23 +111,25 @@ def _run_functional(
     recorder: Recorder, call: Call, leaves: list[Any]
 ) -> tuple[tuple[Output, ...], optree.PyTreeSpec]:
     """Run the step under `functionalize`; only tensors may pass through it."""
-    fakes = [x.tensor if isinstance(x, LiveFloat) else x for x in leaves]
-    positions = [n for n, x in enumerate(fakes) if isinstance(x, torch.Tensor)]
+    positions = [n for n, x in enumerate(leaves) if _tensor(x) is not None]
+    captured = recorder.captured.tensors
     found: dict[str, Any] = {}
 
-    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    def flat(fakes: list[torch.Tensor], hidden: list[torch.Tensor]) -> list[Any]:
         inner = list(leaves)
-        for n, tensor in zip(positions, tensors, strict=True):
+        for n, tensor in zip(positions, fakes, strict=True):
             live = isinstance(leaves[n], LiveFloat)
             inner[n] = LiveFloat(tensor) if live else tensor
-        result = call.apply(inner)
+        with Swap(dict(zip(map(id, captured), hidden, strict=True))):
+            result = call.apply(inner)
         found["paths"], values, found["spec"] = flatten_with_paths(result, "output")
         found["values"] = [
             _checked(p, v) for p, v in zip(found["paths"], values, strict=True)
         ]
         return [_tensor(v) for v in values if _tensor(v) is not None]
 
-    tensors = iter(functionalize(flat)(*(fakes[n] for n in positions)))
+    given = [_tensor(leaves[n]) for n in positions]
+    tensors = iter(functionalize(flat)(given, recorder.add_captured()))
     outputs = [
         Output(path, _reference(recorder, next(tensors)), isinstance(value, LiveFloat))
         if _tensor(value) is not None

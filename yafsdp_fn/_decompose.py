@@ -8,7 +8,7 @@ constant out of the shape of another value.
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -72,6 +72,31 @@ def _squeeze(x: torch.Tensor, dims: Any = None) -> torch.Tensor:
 
 def _ones(x: torch.Tensor) -> set[int]:
     return {d for d, length in enumerate(x.shape) if length == 1}
+
+
+def _as_strided(
+    x: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> torch.Tensor:
+    """Elements of a dense value by their place in memory, as a lookup.
+
+    A rank's part lies in memory in another way than the whole.
+    """
+    first = x.storage_offset() if storage_offset is None else storage_offset
+    last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    order = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)
+    packed = x.permute(order)
+    inside = first >= x.storage_offset() and last < x.storage_offset() + x.numel()
+    if 0 not in size and not (packed.is_contiguous() and inside):
+        raise TraceError(
+            f"{user_line(sys._getframe(1))}: as_strided reads memory outside of the "
+            "tensor, or of a view that has gaps, which a rank's part does not hold. "
+            "Index or reshape the tensor instead, or clone it first."
+        )
+    place = torch.full((), int(first - x.storage_offset()), dtype=torch.int64)
+    for d, (length, step) in enumerate(zip(size, stride, strict=True)):
+        steps = torch.arange(length, device=x.device) * step
+        place = place + steps.view([-1 if e == d else 1 for e in range(len(size))])
+    return packed.reshape(-1)[place]
 
 
 # --- statistics -----------------------------------------------------------------------
@@ -151,34 +176,53 @@ def _all_dims(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return lambda x: op(x, list(range(x.dim())))
 
 
-def _foreach(op: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
-    """A list operator as one operator for each element."""
+def _fused(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`addcmul` or `addcdiv` with the factor in its place among the arguments."""
 
-    def each(first: Sequence[torch.Tensor], *rest: Any, **options: Any) -> Any:
-        columns = [r if isinstance(r, list | tuple) else [r] * len(first) for r in rest]
-        return [op(*row, **options) for row in zip(first, *columns, strict=True)]
+    def each(x: Any, first: Any, second: Any, value: Any = 1) -> torch.Tensor:
+        return x + value * op(first, second)
 
     return each
 
 
-_FOREACH = {
+def _bound(op: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """An extremum against a tensor or a number."""
+    return lambda x, other: op(x, torch.as_tensor(other, dtype=x.dtype))
+
+
+def _norm(x: torch.Tensor, ord: float = 2, dtype: Any = None) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, ord, dtype=dtype)
+
+
+def _foreach(op: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
+    """A list operator as one operator for each element."""
+
+    def each(*given: Any, **options: Any) -> Any:
+        count = next(len(g) for g in given if isinstance(g, list | tuple))
+        columns = [g if isinstance(g, list | tuple) else [g] * count for g in given]
+        return [op(*row, **options) for row in zip(*columns, strict=True)]
+
+    return each
+
+
+_FOREACH: dict[str, Any] = {
     "_foreach_add": torch.add,
     "_foreach_sub": torch.sub,
     "_foreach_mul": torch.mul,
     "_foreach_div": torch.div,
     "_foreach_pow": torch.pow,
     "_foreach_lerp": torch.lerp,
-    "_foreach_addcmul": torch.addcmul,
-    "_foreach_addcdiv": torch.addcdiv,
+    "_foreach_addcmul": _fused(torch.mul),
+    "_foreach_addcdiv": _fused(torch.div),
     "_foreach_sqrt": torch.sqrt,
     "_foreach_neg": torch.neg,
     "_foreach_abs": torch.abs,
     "_foreach_exp": torch.exp,
     "_foreach_sign": torch.sign,
     "_foreach_reciprocal": torch.reciprocal,
-    "_foreach_maximum": torch.maximum,
-    "_foreach_minimum": torch.minimum,
-    "_foreach_norm": torch.linalg.vector_norm,
+    "_foreach_maximum": _bound(torch.maximum),
+    "_foreach_minimum": _bound(torch.minimum),
+    "_foreach_norm": _norm,
 }
 
 # --- the table ------------------------------------------------------------------------
@@ -211,6 +255,7 @@ _FROM_TORCH = (
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **get_decompositions(_FROM_TORCH),
+    aten.as_strided.default: _as_strided,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,
@@ -302,6 +347,8 @@ def _update(running: torch.Tensor | None, found: torch.Tensor, momentum: float) 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     functional.one_hot: _one_hot,
     functional.batch_norm: _batch_norm,
+    torch.Tensor.__deepcopy__: lambda x, memo: x.clone(),
+    torch.Tensor.__format__: lambda x, spec: _read() if spec else repr(x),
     **dict.fromkeys(
         (
             torch.Tensor.tolist,

@@ -273,11 +273,15 @@ class _Placer:
             target = self.whole
         for axis, placement in enumerate(value.placements):
             wanted = target[axis]
+            if placement == WHOLE and isinstance(wanted, Split) and value.is_pending:
+                value = self.sliced(value, axis, wanted)
             if placement != SUM or not isinstance(wanted, Split):
                 continue
-            if not _cuts(value.placements, wanted.dim, after=axis):
+            scattered = replace(value.placements, axis, wanted)
+            covered = covers(value.meta.shape, scattered, self.sizes)
+            if covered and not _cuts(value.placements, wanted.dim, after=axis):
                 move = ReduceScatter(axis, wanted.dim, wanted.chunk)
-                value = self.move(value, move, replace(value.placements, axis, wanted))
+                value = self.move(value, move, scattered)
         for axis, placement in enumerate(value.placements):
             if isinstance(placement, Pending):
                 move_all = AllReduce(axis, placement.op)
@@ -285,6 +289,13 @@ class _Placer:
                     value, move_all, replace(value.placements, axis, WHOLE)
                 )
         return value
+
+    def sliced(self, value: Value, axis: int, wanted: Split) -> Value:
+        """Cut a whole axis first, where an inner one is scattered on the same dim."""
+        cut = replace(value.placements, axis, wanted)
+        if _cuts(value.placements, wanted.dim, after=axis):
+            return value
+        return self.move(value, Slice(axis, wanted.dim, wanted.chunk), cut)
 
     # --- moving values ---
 

@@ -1,7 +1,6 @@
 """Writing down the operators of a step while it runs on fake tensors."""
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -22,7 +21,7 @@ from ._lines import user_line
 
 
 @dataclass
-class Recorder(_torch.TorchDispatchMode):
+class Recorder(_torch.TracerMode):
     """Writes down the operators that reach it."""
 
     fakes: _torch.FakeTensorMode
@@ -32,7 +31,6 @@ class Recorder(_torch.TorchDispatchMode):
     metas: dict[int, Meta] = field(default_factory=dict)
     refs: dict[int, Ref] = field(default_factory=dict)  # by id() of the fake
     alive: list[Any] = field(default_factory=list)  # so that an id() is not given twice
-    storages: Counter[int] = field(default_factory=Counter)  # values on each storage
     swaps: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -62,8 +60,7 @@ class Recorder(_torch.TorchDispatchMode):
         if func in _ALIASES:
             return self._alias(func, args[0])
         _refuse_random(func, args, kwargs, line)
-        if _torch.schema(func).is_mutable:
-            return self._edit(func, args, kwargs, line)
+        self._refuse_edit(func, args, kwargs, line)
         args, kwargs = map_leaves(self._swap, (tuple(args), kwargs))
         out = func(*args, **kwargs)
         made = tuple(self._number(leaf) for leaf in results(out))
@@ -84,7 +81,6 @@ class Recorder(_torch.TorchDispatchMode):
         ref = Ref(len(self.metas))
         self.metas[ref.id] = Meta.of(tensor)
         self.refs[id(tensor)] = ref
-        self.storages[_torch.storage_id(tensor)] += 1
         self.alive.append(tensor)
         return ref
 
@@ -100,6 +96,11 @@ class Recorder(_torch.TorchDispatchMode):
             self.swaps[id(leaf)] = self._capture(leaf)
             self.alive.append(leaf)
         return self.swaps[id(leaf)]
+
+    def path_of(self, tensor: torch.Tensor) -> str:
+        """The path of an input."""
+        ref = self.refs[id(tensor)]
+        return next(entry.path for entry in self.inputs if entry.ref == ref)
 
     def _capture(self, real: torch.Tensor) -> torch.Tensor:
         """A tensor that the walk over closures did not meet: kept as it is."""
@@ -136,25 +137,10 @@ class Recorder(_torch.TorchDispatchMode):
         self.inputs.append(Input(ref, path, role, source, example))
         return fake
 
-    def _edit(self, func: Any, args: Any, kwargs: Any, line: str) -> torch.Tensor:
-        """An edit of an input is refused; of a temporary it makes a new value.
-
-        `functionalize` leaves edits only inside of operators that torch composes of
-        others, on temporaries of theirs.
-        """
-        edited = args[0]
-        ref = self.refs.get(id(edited))
-        path = next((i.path for i in self.inputs if i.ref == ref), "")
-        plain = _torch.without_edit(func)
-        if ref is None or path or plain is None:
-            raise EditError(path or _CAPTURED, line)
-        if self.storages[_torch.storage_id(edited)] > 1:
-            raise EditError("a view of a temporary", line)
-        with self:
-            made = plain(*args, **kwargs)
-        self.refs[id(edited)] = self.refs[id(made)]
-        self.alive.append(made)
-        return edited
+    def _refuse_edit(self, func: Any, args: Any, kwargs: Any, line: str) -> None:
+        """Functionalisation leaves edits only of what it has not wrapped."""
+        if _torch.written(func, args, kwargs):
+            raise EditError(_CAPTURED, line)
 
 
 _CAPTURED = "a captured tensor"

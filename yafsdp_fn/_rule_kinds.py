@@ -93,12 +93,18 @@ def keeps_precision(site: Site) -> bool:
     result = site.outputs[0]
     assert result is not None
     return all(
-        torch.promote_types(m.dtype, result.dtype) == result.dtype
-        and (result.dtype.is_floating_point or not m.dtype.is_floating_point)
-        and m.dtype != torch.bool
+        m.dtype == result.dtype or _widens(m.dtype, result.dtype)
         for m in site.inputs
         if m.shape or len(site.inputs) == 1
     )
+
+
+def _widens(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a conversion rounds nothing that a later sum would not round."""
+    if before == torch.bool or min(before.itemsize, after.itemsize) == 1:
+        return False
+    exact = torch.promote_types(before, after) == after
+    return exact and (after.is_floating_point or not before.is_floating_point)
 
 
 # --- kinds of rules ------------------------------------------------------------------

@@ -24,6 +24,7 @@ from ._outside import (
     match_gradients,
     pullback,
 )
+from ._purity import checked_purity
 from ._results import Matcher, match
 from ._stages import Compiled, Lowered, Traced
 from ._torch import is_functorch_wrapped
@@ -188,7 +189,7 @@ class _Gradient(ShardedFunction[..., Any]):
 
 
 def _trace(call: Call, captured: Captures, live_floats: bool) -> Graph:
-    with _inside_trace():
+    with _inside_trace(), checked_purity(call.signature.fn):
         graph = trace(call, captured, live_floats)
     if not any(isinstance(output.value, Ref) for output in graph.outputs):
         raise ArgumentError(
@@ -239,9 +240,7 @@ def _refuse(call: Call, captured: Captures) -> None:
     for leaf in call.leaves:
         refuse_donated("an argument", leaf)
     for tensor in captured.tensors:
-        if is_functorch_wrapped(tensor) or (
-            tensor.requires_grad and torch.is_grad_enabled()
-        ):
+        if is_functorch_wrapped(tensor) or tensor.grad_fn is not None:
             raise ArgumentError(
                 f"{_name(call)} closes over a tensor of shape {tuple(tensor.shape)} "
                 "that is being differentiated. Pass it as an argument, so that its "

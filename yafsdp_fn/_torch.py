@@ -6,15 +6,14 @@ underscore, or reads an attribute of a torch object that does.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._functorch import TransformType
 
 # Public replacement: none; fake tensors are the documented, unexported way to trace.
 from torch._decomp import get_decompositions as get_decompositions
-from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
 )
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed._local_tensor import LocalTensor as LocalTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -46,24 +46,11 @@ def compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-@contextlib.contextmanager
-def custom_functions() -> Iterator[None]:
-    """Let `functionalize` run the forward of a user's `torch.autograd.Function`.
-
-    Gradients are taken above it, so the forward is all that arrives there. Public
-    replacement: none; torch's own rule is not written yet and only raises.
-    """
-    table = custom_function_call.functorch_table
-    before = table[TransformType.Functionalize]
-    table[TransformType.Functionalize] = _run_forward
-    try:
-        yield
-    finally:
-        table[TransformType.Functionalize] = before
-
-
-def _run_forward(_: Any, function: Any, *operands: Any) -> Any:
-    return function.forward(*operands)
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a value while a step is traced."""
+    return isinstance(tensor, FunctionalTensor | FakeTensor) or (
+        is_functorch_wrapped(tensor)
+    )
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
@@ -82,13 +69,47 @@ def is_composite(op: Any) -> bool:
     return op._can_decompose()
 
 
-def without_edit(op: Any) -> Any:
-    """The operator that returns what an in-place one writes, or None."""
-    name = op.overloadpacket.__name__
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    if not name.endswith("_") or packet is None:
-        return None
-    return getattr(packet, op._overloadname, None)  # public replacement: none
+class TracerMode(TorchDispatchMode):
+    """A mode below functionalisation and above fake tensors, as torch's own tracer.
+
+    Public replacement: none; a mode without a key stands above functionalisation.
+    """
+
+    _mode_key = torch._C._TorchDispatchModeKey.PROXY
+    tracer = SimpleNamespace(tensor_tracker={})  # looked at by functionalisation
+
+
+class _Functionalisation(FunctionalTensorMode):
+    """torch's, but for a check of values that a trace cannot make."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._linalg_check_errors.default:
+            return None
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def functional_call(
+    fn: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+    tensors: Sequence[torch.Tensor],
+) -> tuple[list[torch.Tensor], int | None]:
+    """Call a function so that what it edits becomes new values.
+
+    Returns:
+        What it returns, and the position of an argument that it edits, if any. Public
+        replacement: `torch.func.functionalize`, which passes on whole what torch
+        composes of edits, and has no rule for custom autograd functions.
+    """
+    with _Functionalisation():
+        wrapped = [FunctionalTensor.to_functional(tensor) for tensor in tensors]
+        out = fn(list(wrapped))
+        made = [
+            t.from_functional() if isinstance(t, FunctionalTensor) else t for t in out
+        ]
+    has_edit: Any = getattr(torch, "_functionalize_has_data_mutation")  # noqa: B009
+    edited = [has_edit(tensor.elem) for tensor in wrapped]
+    return made, edited.index(True) if any(edited) else None
 
 
 def written(

@@ -1,15 +1,15 @@
 """trace: a step becomes a global graph of ATen operators, at unsharded shapes.
 
 Fake tensors carry shapes through the step, so nothing is allocated. A dispatch mode
-writes down every operator that arrives below `torch.func` and `functionalize`, with the
-user's line that called it. What cannot be part of a pure graph is refused on that line.
+writes down every operator that arrives below `torch.func` and functionalisation, with
+the user's line that called it. What cannot be part of a pure graph is refused on that
+line.
 """
 
 from typing import Any
 
 import optree
 import torch
-from torch.func import functionalize
 
 from . import _torch
 from ._arguments import Call
@@ -82,7 +82,6 @@ def _execute(
             recorder,
             Functions(),
             _torch.compiling(),
-            _torch.custom_functions(),
         ):
             return _run_functional(recorder, call, leaves)
     except EditError as edit:
@@ -92,6 +91,11 @@ def _execute(
     except _torch.DynamicOutputShapeException as error:
         line = line_of(error.__traceback__)
         raise TraceError(_DYNAMIC.format(line=line, op=error.func)) from error
+    except (RecursionError, NotImplementedError) as error:
+        if isinstance(error, NotImplementedError) and "HigherOrder" not in str(error):
+            raise
+        line = line_of(error.__traceback__)
+        raise TraceError(_CONTROL.format(line=line)) from error
     except RuntimeError as error:
         if not any(text in str(error) for text in _EDITS_CAPTURED):
             raise
@@ -99,8 +103,12 @@ def _execute(
         raise _edit_error(call, leaves, recorder, captured) from None
 
 
-# What functionalize and torch.func say when a captured tensor is edited.
+# What functionalisation and torch.func say when a captured tensor is edited.
 _EDITS_CAPTURED = ("mutating a non-functional tensor", "mutate a captured Tensor")
+_CONTROL = (
+    "{line}: a control-flow operator (cond, while_loop, scan, flex_attention) cannot "
+    "be traced. Use torch.where for a choice between values, a Python loop for steps."
+)
 _DYNAMIC = (
     "{line}: the shape of the result of {op} depends on values (a Boolean mask or "
     "nonzero). Keep the shape and use torch.where(mask, x, 0), or multiply by the mask."
@@ -110,7 +118,7 @@ _DYNAMIC = (
 def _run_functional(
     recorder: Recorder, call: Call, leaves: list[Any]
 ) -> tuple[tuple[Output, ...], optree.PyTreeSpec]:
-    """Run the step under `functionalize`; only tensors may pass through it."""
+    """Run the step so that edits become new values; see what it edits of its inputs."""
     positions = [n for n, x in enumerate(leaves) if _tensor(x) is not None]
     captured = recorder.captured.tensors
     found: dict[str, Any] = {}
@@ -129,7 +137,13 @@ def _run_functional(
         return [_tensor(v) for v in values if _tensor(v) is not None]
 
     given = [_tensor(leaves[n]) for n in positions]
-    tensors = iter(functionalize(flat)(given, recorder.add_captured()))
+    hidden = recorder.add_captured()
+    made, edited = _torch.functional_call(
+        lambda fakes: flat(fakes[: len(given)], fakes[len(given) :]), [*given, *hidden]
+    )
+    if edited is not None:
+        raise EditError(recorder.path_of(([*given, *hidden])[edited]), "?")
+    tensors = iter(made)
     outputs = [
         Output(path, _reference(recorder, next(tensors)), isinstance(value, LiveFloat))
         if _tensor(value) is not None
@@ -176,7 +190,7 @@ def _live_nodes(nodes: list[Node], outputs: tuple[Output, ...]) -> tuple[Node, .
 def _edit_error(
     call: Call, leaves: list[Any], recorder: Recorder, edit: EditError
 ) -> TraceError:
-    """`functionalize` tells of an edit at its end: run once more to find the line."""
+    """Functionalisation tells of an edit at its end: run again to find the line."""
     path, line = edit.args
     rows = zip(leaves, call.paths(), strict=True)
     paths = {_storage(x): path for x, path in rows if _tensor(x) is not None}
@@ -186,7 +200,7 @@ def _edit_error(
             call.apply(leaves)
     except EditError as found:
         path, line = found.args
-    except Exception:  # the step fails in another way without functionalize
+    except Exception:  # the step fails in another way without it
         pass
     return TraceError(
         f"{line}: the step edits {path} in place, so it is no pure function. Write the "

@@ -7,7 +7,9 @@ its part of them. There is no global state.
 >>> import torch, yafsdp_fn as yf
 >>> key = yf.random.fold_in(yf.random.key(0), 17)  # of step 17
 >>> for_mask, for_noise = yf.random.split(key)
->>> yf.random.dropout(for_mask, torch.ones(4), 0.5) + yf.random.normal(for_noise, (4,))
+>>> x = yf.random.dropout(for_mask, torch.ones(4), 0.5)
+>>> x + yf.random.normal(for_noise, (4,))
+tensor([ 2.5996, -1.2580,  0.0142, -0.5434])
 """
 
 # ruff: noqa: I001 - the order is a reader's, not the alphabet's

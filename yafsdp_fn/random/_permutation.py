@@ -25,7 +25,7 @@ def permutation(key: Tensor, x: int | Tensor) -> Tensor:
     Example:
         >>> import yafsdp_fn as yf
         >>> yf.random.permutation(yf.random.key(0), 5)
-        tensor([3, 0, 2, 4, 1])
+        tensor([2, 0, 3, 4, 1])
     """
     check_key(key)
     length = _length(x)

@@ -20,6 +20,9 @@ from ._accumulate import accumulate as accumulate
 from ._remat import remat as remat
 from ._remat import name_value as name_value
 
+# Random numbers from keys.
+from . import random as random
+
 # Meshes, and trees on them.
 from ._mesh import make_mesh as make_mesh
 from ._distribute import distribute as distribute

@@ -65,7 +65,9 @@ class Value:
 
     `family` is shared by all placements of the same global value; `batch` tells that
     its splits come from the batch, so that it must not move; `label` is the path of the
-    leaf that it was made from.
+    leaf that it was made from. `constant` is the operator that makes a value of
+    constants in any placement; `seeded` tells that small values go into it as well,
+    such as a random key.
     """
 
     ref: Ref
@@ -76,10 +78,11 @@ class Value:
     label: str = ""
     made_by: "Step | None" = None
     constant: Node | None = None
+    seeded: bool = False
 
     @property
     def is_free(self) -> bool:
-        """Made of constants alone, and not made yet."""
+        """Made of constants, and not made yet."""
         return self.constant is not None and self.made_by is None
 
     @property

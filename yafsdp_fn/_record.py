@@ -170,8 +170,8 @@ def _refuse_random(func: Any, args: Any, kwargs: Any, line: str) -> None:
         return
     raise TraceError(
         f"{line}: {func} draws random numbers from a global generator, so the step is "
-        "no pure function of its arguments. Draw them outside of the step and pass "
-        "them in, or switch the layer off (dropout with rate 0 or training=False)."
+        "no pure function of its arguments. Draw them from a key (yf.random.normal, "
+        "yf.random.dropout), or switch the layer off (rate 0, or training=False)."
     )
 
 

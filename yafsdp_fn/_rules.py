@@ -42,6 +42,11 @@ def is_elementwise(op: Any) -> bool:
     return rule is pointwise or (rule is None and torch.Tag.pointwise in op.tags)
 
 
+def is_local(op: Any) -> bool:
+    """Whether an operator takes no more work in parts than in one piece."""
+    return is_elementwise(op) or op in VIEWS or op in _JOINS
+
+
 RULES: dict[Any, Rule] = {
     # matrix products
     aten.mm.default: pattern("m k, k n -> m n"),
@@ -179,3 +184,5 @@ VIEWS = {
     aten.select.int,
     aten.slice.Tensor,
 }
+
+_JOINS = {aten.expand.default, aten.stack.default, aten.cat.default}

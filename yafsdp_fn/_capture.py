@@ -179,6 +179,10 @@ _UNREAD = {
 }
 
 
+# Recurrent modules keep the parameters of their last call beside their own.
+_DERIVED = {"_flat_weights", "_flat_weight_refs"}
+
+
 def _is_open(value: Any) -> bool:
     """Whether an object is known by its class and attributes, not by its identity."""
     if isinstance(value, type | types.ModuleType):
@@ -194,7 +198,11 @@ def _attributes(value: Any) -> dict[str, Any]:
         for name in _listed(vars(kind).get("__slots__", ()))
         if hasattr(value, name)
     ]
-    own = getattr(value, "__dict__", {})
+    own = {
+        name: attribute
+        for name, attribute in getattr(value, "__dict__", {}).items()
+        if name not in _DERIVED
+    }
     return {name: getattr(value, name) for name in slots} | own
 
 

@@ -9,10 +9,9 @@ constant out of the shape of another value.
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch.nn import functional
 
 from ._errors import TraceError
 from ._lines import user_line
@@ -102,7 +101,7 @@ def _as_strided(
 # --- statistics -----------------------------------------------------------------------
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a sum of many such elements is taken."""
     low = dtype in (torch.float16, torch.bfloat16)
     return torch.float32 if low else dtype
@@ -118,14 +117,14 @@ def _mean(
     x: torch.Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: Any = None
 ) -> torch.Tensor:
     dtype = dtype or x.dtype
-    total = torch.sum(x, dim, keepdim, dtype=_wide(dtype))  # type: ignore
+    total = torch.sum(x, dim, keepdim, dtype=wide_dtype(dtype))  # type: ignore
     return (total / _count(x, dim)).to(dtype)
 
 
 def _var(
     x: torch.Tensor, dim: Dims = None, *, correction: Any = 1, keepdim: bool = False
 ) -> torch.Tensor:
-    wide = x.to(_wide(x.dtype)) if not x.dtype.is_complex else x
+    wide = x.to(wide_dtype(x.dtype)) if not x.dtype.is_complex else x
     centred = wide - torch.mean(wide, dim, keepdim=True)
     squares = (
         (centred * centred.conj()).real if x.dtype.is_complex else centred.square()
@@ -157,7 +156,7 @@ def _vector_norm(
 ) -> torch.Tensor:
     """A norm as one sum (or extremum) between two elementwise operators."""
     dtype = dtype or x.dtype.to_real()
-    size = torch.abs(x).to(_wide(dtype))
+    size = torch.abs(x).to(wide_dtype(dtype))
     if x.numel() == 0 or (dim is None and x.dim() == 0):
         return NotImplemented
     dims = list(range(x.dim())) if dim is None or dim == [] else dim
@@ -284,79 +283,4 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
         for overload in getattr(aten, name).overloads()
         if not overload.endswith(("out", "_"))
     },
-}
-
-
-# --- functions that would read a value ------------------------------------------------
-
-READ = (
-    "{line}: the step reads the value of a tensor (.item(), float(), bool(), `if`), "
-    "which is not known while the step is traced. Use torch.where for a choice "
-    "between values, or return the tensor as a metric and read it outside."
-)
-
-
-def _read(*_: Any, **__: Any) -> NoReturn:
-    raise TraceError(READ.format(line=user_line(sys._getframe(1))))
-
-
-def _one_hot(index: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    if num_classes < 0:
-        raise TraceError(
-            f"{user_line(sys._getframe(1))}: one_hot without num_classes reads the "
-            "largest index, which is not known while the step is traced. Write "
-            "one_hot(index, num_classes)."
-        )
-    classes = torch.arange(num_classes, device=index.device)
-    return (index.unsqueeze(-1) == classes).to(torch.int64)
-
-
-def _batch_norm(
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None = None,
-    running_var: torch.Tensor | None = None,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> torch.Tensor:
-    """Batch normalisation in plain operators; torch's own hides that it edits."""
-    shape = [1, -1, *[1] * (x.dim() - 2)]
-    wide = x.to(_wide(x.dtype))
-    if training or running_mean is None or running_var is None:
-        dims = [d for d in range(x.dim()) if d != 1]
-        variance, mean = torch.var_mean(wide, dims, correction=0)
-        _update(running_mean, mean, momentum)
-        count = x.numel() // x.shape[1]
-        _update(running_var, variance * (count / max(count - 1, 1)), momentum)
-    else:
-        mean, variance = running_mean, running_var
-    centred = wide - mean.to(wide.dtype).view(shape)
-    result = centred * torch.rsqrt(variance.to(wide.dtype) + eps).view(shape)
-    if weight is not None:
-        result = result * weight.view(shape)
-    return (result if bias is None else result + bias.view(shape)).to(x.dtype)
-
-
-def _update(running: torch.Tensor | None, found: torch.Tensor, momentum: float) -> None:
-    if running is not None:
-        running.mul_(1 - momentum).add_(momentum * found.detach().to(running.dtype))
-
-
-FUNCTIONS: dict[Any, Callable[..., Any]] = {
-    functional.one_hot: _one_hot,
-    functional.batch_norm: _batch_norm,
-    torch.Tensor.__deepcopy__: lambda x, memo: x.clone(),
-    torch.Tensor.__format__: lambda x, spec: _read() if spec else repr(x),
-    **dict.fromkeys(
-        (
-            torch.Tensor.tolist,
-            torch.Tensor.numpy,
-            torch.Tensor.__array__,
-            torch.Tensor.__dlpack__,
-            torch.Tensor.data_ptr,
-        ),
-        _read,
-    ),
 }

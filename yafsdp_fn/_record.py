@@ -11,8 +11,9 @@ from torch.overrides import TorchFunctionMode
 
 from . import _torch
 from ._capture import Captures
-from ._decompose import DECOMPOSITIONS, FUNCTIONS
+from ._decompose import DECOMPOSITIONS
 from ._errors import TraceError
+from ._functions import FUNCTIONS
 from ._graph import Input, Node, Ref, map_leaves, results
 from ._layout import Meta
 from ._lines import user_line

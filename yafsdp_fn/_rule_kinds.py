@@ -192,8 +192,11 @@ def reduction(op: str | None, argument: str | None = "dim") -> Rule:
     return rule
 
 
-def matrices(trailing: int) -> Rule:
-    """Works on the last dimensions, alike on all leading ones."""
+def matrices(trailing: int, shape: str | None = None) -> Rule:
+    """Works on the last dimensions, alike on all leading ones.
+
+    `shape` names the argument that holds the result's shape, if there is one.
+    """
 
     def rule(site: Site) -> Sharding | None:
         def spell(meta: Meta, tag: str) -> list[str]:
@@ -203,7 +206,9 @@ def matrices(trailing: int) -> Rule:
         metas = enumerate(site.inputs)
         inputs = [spell(m, f"i{n}") for n, m in metas]
         outputs = [m and spell(m, f"o{n}") for n, m in enumerate(site.outputs)]
-        return site.make(inputs, outputs, linear=linear_sets(site))
+        position = site.position(shape) if shape else None
+        linear = linear_sets(site)
+        return site.make(inputs, outputs, linear=linear, shape_argument=position)
 
     return rule
 

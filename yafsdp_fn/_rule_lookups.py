@@ -50,6 +50,12 @@ def _indexed_dims(site: Site) -> list[int]:
     return [dim, *unequal]
 
 
+def bucketize(site: Site) -> Sharding | None:
+    """The place of every element among boundaries."""
+    values = names(site.inputs[0].shape)
+    return site.make([values, ["boundary!"]], [values])
+
+
 def index_select(site: Site) -> Sharding | None:
     """Slices of a dimension at the given indices."""
     dim = site.arg("dim") % len(site.inputs[0].shape)

@@ -143,6 +143,14 @@ def select_scatter(site: Site) -> Sharding | None:
     return site.make([whole, replaced], [whole], linear=BOTH)
 
 
+def unfold(site: Site) -> Sharding | None:
+    """Windows of one dimension, their elements as a new last one."""
+    dim = site.arg("dimension") % max(len(site.inputs[0].shape), 1)
+    inputs = names(site.inputs[0].shape, [dim], "i")
+    outputs = [*names(site.inputs[0].shape, [dim], "o"), "window!"]
+    return site.make([inputs], [outputs], linear=FIRST)
+
+
 def diagonal(site: Site) -> Sharding | None:
     """The diagonal of two dimensions, as a new last one."""
     rank = len(site.inputs[0].shape)

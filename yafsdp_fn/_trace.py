@@ -14,8 +14,8 @@ import torch
 from . import _torch
 from ._arguments import Call
 from ._capture import Captures
-from ._decompose import READ
 from ._errors import ArgumentError, TraceError
+from ._functions import READ
 from ._graph import Graph, Node, Output, Ref, refs
 from ._lines import line_of
 from ._record import CallFinder, EditError, EditFinder, Functions, Recorder

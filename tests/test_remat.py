@@ -30,7 +30,7 @@ from torch.func import (
 )
 
 import yafsdp_fn as yf
-from yafsdp_fn._program import Compute, live_bytes
+from yafsdp_fn._program import Compute, owners
 
 Fn = Callable[..., Any]
 W, X = normal(4, 5), normal(6, 4)
@@ -122,8 +122,11 @@ def test_linearize_gives_the_bits_of_the_function() -> None:
     assert_bits(linearized(yf.remat(block), W, X), linearized(block, W, X))
 
 
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [(n, w) for n in FIRST for w in WORLDS] + [(n, 3) for n in NESTED],
+    ids=str,
+)
 def test_a_sharded_transform_agrees(name: str, world: Any) -> None:
     def step(fn: Fn) -> Fn:
         return lambda params, batch: ALL[name](fn, params["w"], batch)
@@ -186,7 +189,7 @@ def built(nest: Nest) -> tuple[Fn, int]:
     return yf.remat(chain), sum(count for _, count in parts)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(nest=NESTS, world=st.sampled_from([None, *WORLDS]))
 def test_any_nesting_gives_the_bits_of_no_remat(nest: Nest, world: Any) -> None:
     (fn, count), plain = built(nest), built(0)[0]
@@ -380,12 +383,12 @@ def test_a_function_that_returns_no_tensor_is_refused() -> None:
 
 def deep(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     for number in range(4):
-        x = yf.name_value(torch.tanh(x @ w), f"h{number}").square() @ w.T
+        x = torch.tanh(yf.name_value(x @ w, f"h{number}")) @ w.T
     return x.sum()
 
 
 def matmuls(fn: Fn) -> int:
-    graph = yf.shard(grad(fn), mesh=mesh_of(2)).trace(W, X).graph
+    graph = yf.shard(grad_and_value(fn), mesh=mesh_of(2)).trace(W, X).graph
     return sum(node.op is torch.ops.aten.mm.default for node in graph.nodes)
 
 
@@ -491,22 +494,27 @@ def llama_lowered(layers: int, remat: bool) -> yf.Lowered:
 
 
 def test_a_llama_has_the_bits_of_no_remat() -> None:
-    params = llama().init_params(llama_config(3))
+    params = llama().init_params(llama_config(2))
     batch = torch.arange(5 * CONTEXT).view(5, CONTEXT)
-    steps = [llama_gradient(3, remat) for remat in (yf.remat, lambda fn: fn)]
+    steps = [llama_gradient(2, remat) for remat in (yf.remat, lambda fn: fn)]
     assert_bits(*(step(params, batch) for step in steps))
     assert_bits(*(yf.shard(s, mesh=mesh_of(3))(params, batch) for s in steps))
 
 
+def positions(plan: yf.Program, op: Any) -> list[int]:
+    found = enumerate(plan.instructions)
+    return [n for n, i in found if isinstance(i, Compute) and i.op is op]
+
+
 def test_a_layer_is_computed_again_right_before_its_backward() -> None:
-    ops = {
-        torch.ops.aten.silu.default: "forward",
-        torch.ops.aten.silu_backward.default: "backward",
-    }
     plan = llama_lowered(LAYERS, True).plan
-    computed = [i.op for i in plan.instructions if isinstance(i, Compute)]
-    order = [ops[op] for op in computed if op in ops]
-    assert order == ["forward"] * LAYERS + ["forward", "backward"] * LAYERS
+    forward = positions(plan, torch.ops.aten.silu.default)
+    backward = positions(plan, torch.ops.aten.sigmoid.default)  # the derivative of silu
+    again = forward[LAYERS:]
+    assert (len(again), len(backward)) == (LAYERS, LAYERS)
+    alternating = [n for pair in zip(again, backward, strict=True) for n in pair]
+    assert alternating == sorted(alternating)
+    assert forward[LAYERS - 1] < again[0]
 
 
 def test_weights_are_gathered_twice_and_nothing_is_unplanned() -> None:
@@ -537,16 +545,22 @@ def test_the_peak_is_one_layers_activations_and_the_inputs_of_all() -> None:
     }
     each = shards[LAYERS] - shards[1]  # parameters of eleven layers
     inputs = (LAYERS - 1) * ROWS * CONTEXT * WIDTH * 4 // RANKS
-    print(peaks, shards, each, inputs)
-    assert peaks[LAYERS, True] <= peaks[1, False] + 2 * each + inputs
+    assert peaks[LAYERS, True] <= peaks[1, True] + 2 * each + inputs
     assert peaks[LAYERS, False] > 3 * peaks[LAYERS, True]
 
 
-def test_no_activation_but_the_inputs_lives_between_forward_and_backward() -> None:
+def test_only_the_inputs_of_layers_live_from_forward_to_backward() -> None:
     plan = llama_lowered(LAYERS, True).plan
-    backward = next(
-        n
-        for n, i in enumerate(plan.instructions)
-        if isinstance(i, Compute) and i.op is torch.ops.aten.silu_backward.default
-    )
-    assert backward and list(live_bytes(plan, (0,)))
+    written: dict[int, int] = {}
+    freed: dict[int, int] = {}
+    owner = owners(plan)
+    for n, instruction in enumerate(plan.instructions):
+        written |= {r.id: n for r in instruction.writes}
+        freed |= {r.id: n for r in getattr(instruction, "values", ())}
+    forward = positions(plan, torch.ops.aten.silu.default)
+    last, again = forward[LAYERS - 1], forward[LAYERS]
+    kept = {
+        owner[v] for v, n in written.items() if n < last and freed.get(v, n) > again
+    }
+    shapes = [plan.values[v].meta.shape for v in kept]
+    assert shapes == [(ROWS, CONTEXT, WIDTH)] * LAYERS

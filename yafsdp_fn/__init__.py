@@ -20,6 +20,9 @@ from ._accumulate import accumulate as accumulate
 from ._remat import remat as remat
 from ._remat import name_value as name_value
 
+# Modules as pure functions.
+from ._functional import functional as functional
+
 # Random numbers from keys.
 from . import random as random
 

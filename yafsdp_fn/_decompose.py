@@ -6,6 +6,7 @@ becomes visible and is the only thing that is communicated; or because it makes 
 constant out of the shape of another value.
 """
 
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -67,6 +68,15 @@ def _squeeze(x: torch.Tensor, dims: Any = None) -> torch.Tensor:
     if isinstance(dims, list) and dims == gone:
         return NotImplemented
     return aten.squeeze.dims(x, gone) if gone else aten.alias(x)
+
+
+def _cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Without the empty 1-D tensors that torch permits, as a cache before its use."""
+    kept = [t for t in tensors if tuple(t.shape) != (0,)]
+    if len(kept) in (0, len(tensors)):
+        return NotImplemented
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    return torch.cat(kept, dim).to(dtype)
 
 
 def _ones(x: torch.Tensor) -> set[int]:
@@ -255,6 +265,7 @@ _FROM_TORCH = (
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     **get_decompositions(_FROM_TORCH),
     aten.as_strided.default: _as_strided,
+    aten.cat.default: _cat,
     aten.squeeze.default: _squeeze,
     aten.squeeze.dim: _squeeze,
     aten.squeeze.dims: _squeeze,

@@ -6,7 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import optree
 import torch
@@ -48,7 +48,7 @@ def functional(module: nn.Module) -> tuple[Tree, Tree, Apply]:
     Source: `flax.linen.Module.init` and `apply`; `torch.func.functional_call`.
 
     Example:
-        >>> import torch, yafsdp_fn as yf
+        >>> import optree, torch, yafsdp_fn as yf
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         >>> params, buffers, apply = yf.functional(model)
         >>> params["0"]["weight"].shape, buffers["1"]["running_mean"]
@@ -64,8 +64,8 @@ def functional(module: nn.Module) -> tuple[Tree, Tree, Apply]:
         ...     grads, buffers = torch.func.grad(loss_fn, has_aux=True)(
         ...         params, buffers, batch
         ...     )
-        ...     updates = torch.utils._pytree.tree_map(lambda g: -0.1 * g, grads)
-        ...     return yf.optim.apply_updates(params, updates), buffers
+        ...     params = optree.tree_map(lambda p, g: p - 0.1 * g, params, grads)
+        ...     return params, buffers
         >>> mesh = yf.make_mesh(fsdp=2, emulate=True)
         >>> params, buffers = yf.distribute((params, buffers), mesh)
         >>> params, buffers = step(params, buffers, torch.ones(4, 2))
@@ -170,7 +170,7 @@ def _skeleton(module: nn.Module, slots: Mapping[str, _Slot]) -> nn.Module:
     one module, as `torch.func.functional_call` does, what the module notes of them
     while it runs (`nn.LSTM` does) is gone with the copy, and calls may nest.
     """
-    memo: dict[int, Any] = {id(t): t.detach().clone() for t in _derived(module)}
+    memo: dict[int, Any] = {id(tensor): _Stale() for tensor in _derived(module)}
     memo |= {id(tensor): slots[name] for name, tensor in _named(module)}
     try:
         skeleton = copy.deepcopy(module, memo)
@@ -181,8 +181,21 @@ def _skeleton(module: nn.Module, slots: Mapping[str, _Slot]) -> nn.Module:
     return skeleton
 
 
+class _Stale:
+    """In the place of a tensor that depends on parameters as they were."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any, **__: Any) -> NoReturn:
+        name = getattr(func, "__name__", func)
+        raise ArgumentError(
+            f"the module passes {name} a tensor that it has computed of its parameters "
+            "before functional was called, and that would not follow them. Compute it "
+            "in forward, or in a hook before it."
+        )
+
+
 def _derived(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Tensors that a module has computed of its parameters, which torch won't copy."""
+    """Tensors among the attributes that a module has computed of its parameters."""
     for part in module.modules():
         for value in vars(part).values():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
@@ -256,8 +269,8 @@ def _checked(kind: str, path: str, leaf: Any, shape: torch.Size) -> torch.Tensor
 
 def _returnable(output: Any) -> Any:
     """The output, of which every `ModelOutput` of Hugging Face is a node of trees."""
-    inside = output.values() if isinstance(output, dict) else output
-    for child in inside if isinstance(output, dict | list | tuple) else ():
+    children: Any = output.values() if isinstance(output, dict) else output
+    for child in children if isinstance(output, dict | list | tuple) else ():
         _returnable(child)
     if isinstance(output, OrderedDict) and is_dataclass(output):
         _register(type(output))
@@ -265,13 +278,17 @@ def _returnable(output: Any) -> Any:
 
 
 @functools.cache
-def _register(kind: type[Any]) -> None:
+def _register(kind: Any) -> None:
     """Make a dict that is a dataclass a node; `None` is what it leaves out."""
+
+    def flatten(output: Any) -> Any:
+        return [*output.values()], tuple(output), tuple(output)
+
+    def unflatten(keys: Any, values: Any) -> Any:
+        return kind(**dict(zip(keys, values, strict=True)))
+
+    entry = optree.MappingEntry
     with contextlib.suppress(ValueError):  # the user has registered it
         optree.register_pytree_node(
-            kind,
-            lambda output: (list(output.values()), tuple(output), tuple(output)),
-            lambda keys, values: kind(**dict(zip(keys, values, strict=True))),
-            path_entry_type=optree.MappingEntry,
-            namespace=NAMESPACE,
+            kind, flatten, unflatten, path_entry_type=entry, namespace=NAMESPACE
         )

@@ -63,7 +63,7 @@ class Recorder(_torch.TracerMode):
         _refuse_random(func, args, kwargs, line)
         self._refuse_edit(func, args, kwargs, line)
         args, kwargs = map_leaves(self._swap, (tuple(args), kwargs))
-        out = func(*args, **kwargs)
+        out = _SHAPES.get(func, func)(*args, **kwargs)
         made = tuple(self._number(leaf) for leaf in results(out))
         args, kwargs = map_leaves(self.reference, (args, kwargs))
         self.nodes.append(Node(func, args, kwargs, made, line))
@@ -151,6 +151,21 @@ class EditError(Exception):
     """An operator would write to an input."""
 
 
+def _like_lists(*lists: Any, **_: Any) -> tuple[list[torch.Tensor], ...]:
+    """The results of a fused optimiser: parameters, gradients and moments."""
+    return tuple([torch.empty_like(t) for t in tensors] for tensors in lists[:5])
+
+
+# Operators whose shapes torch finds by running them on real memory.
+_SHAPES: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (
+        torch.ops.aten._fused_adamw.default,
+        torch.ops.aten._fused_adamw.tensor_lr,
+        torch.ops.aten._fused_adam.default,
+        torch.ops.aten._fused_adam.tensor_lr,
+    ),
+    _like_lists,
+)
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 _LIFT_COPY = torch.ops.aten.lift_fresh_copy.default
 

@@ -622,3 +622,42 @@ def test_an_uneven_batch_moves_nothing_unplanned() -> None:
     for rows in (1, 9, 10):
         cost = lowered(attention_of(rows), 4).cost_analysis()
         assert cost["unplanned_collectives"] == 0, rows
+
+
+def summed_over_parts() -> Case:
+    def loss(params: Tree, batch: torch.Tensor) -> torch.Tensor:
+        return (batch @ params["w"].T + params["b"]).tanh().square().sum()
+
+    pull = yf.accumulate(grad_and_value(loss), 2)
+
+    def step(params: Tree, batch: torch.Tensor) -> Any:
+        grads, value = pull(params, batch)
+        return {k: params[k] - 0.01 * g for k, g in grads.items()}, value
+
+    return step, {"w": normal(5, 4), "b": normal(5)}, normal(8, 4)
+
+
+@pytest.mark.parametrize("world", [2, 3, (2, 2)], ids=str)
+def test_gradients_of_parts_may_be_reduced_each(world: Any) -> None:
+    counts = {}
+    for reduce in ("once", "each"):
+        sharded = agree(*summed_over_parts(), world=world, schedule=yf.Schedule(reduce))
+        params = yf.distribute({"w": normal(5, 4), "b": normal(5)}, mesh_of(world))
+        transfers = sharded.lower(params, normal(8, 4)).plan.transfers()
+        counts[reduce] = sum(t.kind == "reduce_scatter" for t in transfers)
+    assert counts == {"once": 2, "each": 4}
+
+
+def test_gradients_may_travel_in_another_dtype() -> None:
+    step, params, batch = summed_over_parts()
+    params = {k: v.float() for k, v in params.items()}
+    schedule = yf.Schedule(reduce_dtype=torch.bfloat16)
+    sharded = agree(step, params, batch.float(), rtol=1e-2, schedule=schedule)
+    plan = sharded.lower(yf.distribute(params, mesh_of(4)), batch.float()).plan
+    dtypes = {
+        (t.kind, plan.values[r.id].meta.dtype)
+        for t in plan.transfers()
+        for r in t.sources
+    }
+    assert ("reduce_scatter", torch.bfloat16) in dtypes
+    assert ("reduce_scatter", torch.float32) not in dtypes

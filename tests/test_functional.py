@@ -433,8 +433,7 @@ def test_steps_on_a_mesh_are_those_of_one_device(
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert"])
 def test_a_language_model_has_no_unplanned_collective(kind: str) -> None:
-    options = {} if kind == "bert" else {"use_cache": False}
-    module, batch, loss = prepared(lambda: language_model(kind, **options))
+    module, batch, loss = prepared(lambda: language_model(kind))  # with its cache
     params, buffers, apply = yf.functional(module)
     sharded = yf.shard(train_step(apply, loss), mesh=mesh_of(3))
     stage = sharded.lower(params, buffers, batch)

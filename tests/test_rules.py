@@ -260,7 +260,6 @@ VIEWS: Samples = {
     aten.squeeze.dims: [
         call(x(5, 1, 3), [1]),
         call(x(1, 5, 1), [0, -1]),
-        call(x(1, 3, 5), [0, 1]),
     ],
     aten.permute.default: [call(x(5, 3, 2), [2, 0, 1]), call(x(5, 3, 1), [-1, 1, 0])],
     aten.transpose.int: [call(x(5, 3, 2), 0, -1), call(x(1, 5), 0, 1)],
@@ -718,29 +717,38 @@ def ways(site: Site, rule: Sharding, sizes: Sequence[int]) -> set[Way]:
     }
 
 
-def ways_of_operands(site: Site, rule: Sharding, sizes: Sequence[int]) -> Iterator[Way]:
+def ways_of_operands(
+    site: Site, rule: Sharding, sizes: Sequence[int]
+) -> Iterator[Way]:
     """Each axis asks one operand to be split or pending, or none."""
-    for asked in itertools.product(questions(site, rule), repeat=len(sizes)):
-        operands = [value(n, m, asked, sizes) for n, m in enumerate(site.inputs)]
-        choices = [
-            next(linear_choices(rule, operands, axis), None)
-            if any(v.placements[axis] == SUM for v in operands)
-            else choose(rule, operands, len(site.outputs), axis)
-            for axis in range(len(sizes))
-        ]
-        kept = [c for c in choices if c is not None]
-        if len(kept) == len(sizes):
-            yield Way(
-                tuple(zip(*(c.needs for c in kept), strict=True)),
-                tuple(zip(*(c.results for c in kept), strict=True)),
-            )
+    for asked in itertools.product(*(questions(site, rule, n) for n in sizes)):
+        yield from way_of(site, rule, asked, sizes)
 
 
-def questions(site: Site, rule: Sharding) -> list[Question | None]:
-    """All that may be asked of the operands on one axis."""
+def questions(site: Site, rule: Sharding, ranks: int) -> list[Question | None]:
+    """What may be asked of the operands on one axis, each with another answer."""
     linear = sorted({n for group in rule.linear for n in group})
-    splits = [(n, d) for n, m in enumerate(site.inputs) for d in range(len(m.shape))]
-    return [None, *splits, *((n, None) for n in linear)]
+    asked: list[Question | None] = [(n, None) for n in linear]
+    asked += [(n, d) for n, m in enumerate(site.inputs) for d in range(len(m.shape))]
+    answers = {w: q for q in (*asked, None) for w in way_of(site, rule, [q], [ranks])}
+    return list(answers.values())
+
+
+def way_of(
+    site: Site, rule: Sharding, asked: Sequence[Question | None], sizes: Sequence[int]
+) -> Iterator[Way]:
+    """What `place` chooses for operands that lie as they are asked to."""
+    operands = [value(n, m, asked, sizes) for n, m in enumerate(site.inputs)]
+    choices = [
+        next(linear_choices(rule, operands, axis), None)
+        if any(v.placements[axis] == SUM for v in operands)
+        else choose(rule, operands, len(site.outputs), axis)
+        for axis in range(len(sizes))
+    ]
+    kept = [c for c in choices if c is not None]
+    if len(kept) == len(sizes):
+        needs = tuple(zip(*(c.needs for c in kept), strict=True))
+        yield Way(needs, tuple(zip(*(c.results for c in kept), strict=True)))
 
 
 def value(

@@ -9,6 +9,7 @@ A train step is a pure function of pytrees, written for one device and the whole
 # The transform, and its stages.
 from ._shard import shard as shard
 from ._shard import ShardedFunction as ShardedFunction
+from ._schedule import Schedule as Schedule
 from ._stages import Traced as Traced
 from ._stages import Lowered as Lowered
 from ._stages import Compiled as Compiled

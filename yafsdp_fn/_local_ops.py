@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from ._graph import map_leaves
+
 aten = torch.ops.aten
 
 
@@ -25,8 +27,7 @@ def _extreme(op: Any, limit: Callable[[torch.dtype], Any]) -> Callable[..., Any]
         ]
         return x.new_full(kept, limit(x.dtype))
 
-    reduce.__name__ = reduce.__qualname__ = f"local_{op}".replace("aten.", "")
-    return reduce
+    return _named(reduce, op)
 
 
 def _lowest(dtype: torch.dtype) -> Any:
@@ -42,17 +43,43 @@ def _highest(dtype: torch.dtype) -> Any:
 
 
 def _contiguous(op: Any) -> Callable[..., Any]:
-    """A fused operator that walks raw memory, on operands that lie alike."""
+    """A kernel that walks raw memory, on operands that lie alike."""
 
-    def fused(*args: Any, **kwargs: Any) -> Any:
-        same = [
-            [t.contiguous() for t in a] if isinstance(a, list | tuple) else a
-            for a in args
-        ]
-        return op(*same, **kwargs)
+    def packed(*args: Any, **kwargs: Any) -> Any:
+        return op(*map_leaves(_packed, args), **kwargs)
 
-    fused.__name__ = fused.__qualname__ = f"local_{op}".replace("aten.", "")
-    return fused
+    return _named(packed, op)
+
+
+def _packed(leaf: Any) -> Any:
+    return leaf.contiguous() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _also_of_nothing(op: Any) -> Callable[..., Any]:
+    """A kernel that refuses empty operands: computed on one element, and cut off."""
+
+    def filled(*args: Any, **kwargs: Any) -> Any:
+        first = args[0]
+        if first.numel():
+            return op(*args, **kwargs)
+        cut = tuple(slice(0) if n == 0 else slice(None) for n in first.shape)
+        return map_leaves(
+            lambda x: x[cut], op(*map_leaves(_one_for_none, args), **kwargs)
+        )
+
+    return _named(filled, op)
+
+
+def _one_for_none(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.new_zeros([n or 1 for n in leaf.shape])
+    return leaf
+
+
+def _named(function: Callable[..., Any], op: Any) -> Callable[..., Any]:
+    """A name that a program's listing shows, the same in all processes."""
+    function.__name__ = function.__qualname__ = f"local_{op}".replace("aten.", "")
+    return function
 
 
 def local_attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -83,8 +110,46 @@ LOCAL_OPS: dict[Any, Callable[..., Any]] = {
     aten.amin.default: _extreme(aten.amin.default, _highest),
     _FORWARD: local_attention,
     _BACKWARD: local_attention_backward,
-    aten._fused_adamw.default: _contiguous(aten._fused_adamw.default),
-    aten._fused_adamw.tensor_lr: _contiguous(aten._fused_adamw.tensor_lr),
-    aten._fused_adam.default: _contiguous(aten._fused_adam.default),
-    aten._fused_adam.tensor_lr: _contiguous(aten._fused_adam.tensor_lr),
+    **{
+        op: _contiguous(op)
+        for op in (
+            aten._fused_adamw.default,
+            aten._fused_adamw.tensor_lr,
+            aten._fused_adam.default,
+            aten._fused_adam.tensor_lr,
+            aten.native_layer_norm_backward.default,
+            aten._fused_rms_norm_backward.default,
+        )
+    },
+    **{
+        op: _also_of_nothing(op)
+        for op in (
+            aten.avg_pool2d.default,
+            aten.avg_pool2d_backward.default,
+            aten.avg_pool3d.default,
+            aten.avg_pool3d_backward.default,
+            aten.max_pool2d_with_indices.default,
+            aten.max_pool2d_with_indices_backward.default,
+            aten.max_pool3d_with_indices.default,
+            aten.max_pool3d_with_indices_backward.default,
+            aten._adaptive_avg_pool2d.default,
+            aten._adaptive_avg_pool2d_backward.default,
+            aten.reflection_pad1d.default,
+            aten.reflection_pad1d_backward.default,
+            aten.reflection_pad2d.default,
+            aten.reflection_pad2d_backward.default,
+            aten.replication_pad1d.default,
+            aten.replication_pad1d_backward.default,
+            aten.replication_pad2d.default,
+            aten.replication_pad2d_backward.default,
+            aten.upsample_nearest1d.default,
+            aten.upsample_linear1d.default,
+            aten.upsample_nearest2d.default,
+            aten.upsample_bilinear2d.default,
+            aten.upsample_bicubic2d.default,
+            aten._fft_r2c.default,
+            aten._fft_c2c.default,
+            aten._fft_c2r.default,
+        )
+    },
 }

@@ -32,6 +32,7 @@ from ._placed import (
     Value,
 )
 from ._rule_kinds import Site
+from ._schedule import Schedule
 from ._sharding import Sharding
 from ._versions import Versions
 
@@ -46,6 +47,7 @@ def place(
     inputs: Sequence[Placements],
     outputs: Sequence[Placements | None],
     expressible: Callable[[Placements, Meta], bool],
+    schedule: Schedule,
 ) -> Placed:
     """Choose placements and insert the moves that they need.
 
@@ -55,11 +57,12 @@ def place(
         inputs: How each input of the graph lies on the mesh.
         outputs: How each output must lie; `None` leaves it as it comes out.
         expressible: Whether an output may be left in a placement.
+        schedule: When and in which dtype pending sums are reduced.
 
     Returns:
         The placed graph.
     """
-    placer = _Placer(graph, tuple(sizes), expressible=expressible)
+    placer = _Placer(graph, tuple(sizes), schedule, expressible=expressible)
     placer.add_inputs(inputs)
     for node in graph.nodes:
         placer.place(node)
@@ -184,8 +187,9 @@ class _Placer(Versions):
         numbers = [r.id for r in refs((node.args, node.kwargs))]
         operands = [self.current[n] for n in numbers]
         axes = [a for a in range(len(self.sizes)) if any(pends(v, a) for v in operands)]
+        waits = self.schedule.reduce == "once" or not _adds_up(operands)
         if rule is not None and all(
-            any(True for _ in linear_choices(rule, operands, a)) for a in axes
+            waits and any(True for _ in linear_choices(rule, operands, a)) for a in axes
         ):
             return
         for number in numbers:
@@ -221,6 +225,12 @@ class _Placer(Versions):
 
 
 # --- helpers --------------------------------------------------------------------------
+
+
+def _adds_up(operands: Sequence[Value]) -> bool:
+    """Whether several pending gradients come together."""
+    return sum(v.is_pending and v.meta.numel > 1 for v in operands) > 1
+
 
 _SMALL = 8  # how often a replicated value must fit into what waits with it
 

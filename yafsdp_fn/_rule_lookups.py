@@ -60,8 +60,9 @@ def index_select(site: Site) -> Sharding | None:
     """Slices of a dimension at the given indices."""
     dim = site.arg("dim") % len(site.inputs[0].shape)
     source = names(site.inputs[0].shape, [dim])
-    target = [f if d != dim else "i" for d, f in enumerate(source)]
-    return site.make([source, ["i"] * len(site.inputs[1].shape)], [target])
+    place = ["i"] if site.inputs[1].shape else []  # a 0-dim index splits nothing
+    target = [f if d != dim else (place or ["i!"])[0] for d, f in enumerate(source)]
+    return site.make([source, place], [target])
 
 
 def index_add(site: Site) -> Sharding | None:

@@ -26,6 +26,7 @@ from ._outside import (
 )
 from ._purity import checked_purity
 from ._results import Matcher, match
+from ._schedule import Schedule
 from ._stages import Compiled, Lowered, Traced
 from ._torch import is_functorch_wrapped
 from ._trace import trace
@@ -47,10 +48,12 @@ class ShardedFunction(Generic[Parameters, Returned]):
         batch: Names,
         static: Names,
         donate: Names,
+        schedule: Schedule = Schedule(),  # noqa: B008
     ) -> None:
         functools.update_wrapper(self, fn)
         self._fn = fn
         self._mesh = mesh
+        self._schedule = schedule
         self._signature = signature_of(fn, batch, static, donate)
         self._cache: dict[Hashable, Compiled] = {}
         self._frozen: set[Hashable] = set()  # keys whose floats are static
@@ -109,8 +112,9 @@ class ShardedFunction(Generic[Parameters, Returned]):
         if self._gradient is None:
             step = self._signature
             roles = (sorted(step.batch), sorted(step.static), ())
-            self._gradient = _Gradient(pullback(step), self._mesh, *roles)
-            self._gradient._match = match_gradients
+            made = _Gradient(pullback(step), self._mesh, *roles, self._schedule)
+            made._match = match_gradients
+            self._gradient = made
         return self._gradient
 
     # --- inside ---
@@ -171,7 +175,16 @@ class ShardedFunction(Generic[Parameters, Returned]):
             self._frozen.add(self._key(call, captured, mesh))
         key = self._key(call, captured, mesh)
         held = captured.held
-        return Traced(graph, mesh, call, key, held, self._match, self._bind_and_key)
+        return Traced(
+            graph,
+            mesh,
+            self._schedule,
+            call,
+            key,
+            held,
+            self._match,
+            self._bind_and_key,
+        )
 
     def _bind_and_key(self, args: Any, kwargs: Any) -> tuple[Call, Captures, Hashable]:
         call, captured = self._bind(args, kwargs)
@@ -263,6 +276,7 @@ def shard(
     static_argnames: Names = (),
     donate_argnums: Names = (),
     donate_argnames: Names = (),
+    schedule: Schedule = Schedule(),  # noqa: B008
 ) -> ShardedFunction[Parameters, Returned]: ...
 
 
@@ -278,6 +292,7 @@ def shard(
     static_argnames: Names = (),
     donate_argnums: Names = (),
     donate_argnames: Names = (),
+    schedule: Schedule = Schedule(),  # noqa: B008
 ) -> Callable[
     [Callable[Parameters, Returned]], ShardedFunction[Parameters, Returned]
 ]: ...
@@ -294,6 +309,7 @@ def shard(
     static_argnames: Names = (),
     donate_argnums: Names = (),
     donate_argnames: Names = (),
+    schedule: Schedule = Schedule(),  # noqa: B008
 ) -> Any:
     """Turn a pure function of pytrees into the same function on a mesh.
 
@@ -311,6 +327,7 @@ def shard(
         donate_argnums: Positions of arguments whose shards the results are written
             into; they may not be used after the call.
         donate_argnames: The same by name.
+        schedule: How the step is planned.
 
     Returns:
         A function with the same parameters. Of a DTensor argument the placement is
@@ -343,6 +360,7 @@ def shard(
         _joined(batch_argnums, batch_argnames),
         _joined(static_argnums, static_argnames),
         _joined(donate_argnums, donate_argnames),
+        schedule,
     )
     if fn is None:
         return lambda step: shard_with(step, *options)
@@ -350,18 +368,25 @@ def shard(
 
 
 def shard_with(
-    fn: Callable[..., Any], mesh: DeviceMesh | None, *names: Names
+    fn: Callable[..., Any],
+    mesh: DeviceMesh | None,
+    batch: Names,
+    static: Names,
+    donate: Names,
+    schedule: Schedule,
 ) -> ShardedFunction[..., Any]:
     """`shard` with resolved options; a sharded function is sharded anew if any."""
     if isinstance(fn, ShardedFunction):
-        given = mesh is not None or any(names)
-        return shard_with(fn._fn, mesh, *names) if given else fn
+        named = any((batch, static, donate)) or schedule != Schedule()
+        if mesh is None and not named:
+            return fn
+        return shard_with(fn._fn, mesh, batch, static, donate, schedule)
     if not callable(fn):
         raise ArgumentError(
             f"shard takes a function, not a {type(fn).__name__}; options are keywords: "
             "@yf.shard(mesh=mesh)."
         )
-    return ShardedFunction(fn, mesh, *names)
+    return ShardedFunction(fn, mesh, batch, static, donate, schedule)
 
 
 def _joined(positions: Names, names: Names) -> Names:

@@ -28,6 +28,7 @@ from ._place import place
 from ._plan import plan
 from ._program import Program, peak
 from ._results import Matcher
+from ._schedule import Schedule
 from ._tree import unflatten
 from ._world import World, world_of
 
@@ -39,10 +40,12 @@ class Traced:
     Attributes:
         graph: The graph.
         mesh: The mesh that it will be placed on.
+        schedule: The knobs of its schedule.
     """
 
     graph: Graph
     mesh: DeviceMesh
+    schedule: Schedule
     call: Call = field(repr=False)
     key: Hashable = field(repr=False)
     held: Sequence[Any] = field(repr=False)  # what the key knows by its id
@@ -68,6 +71,7 @@ class Traced:
             inputs,
             wanted,
             lambda placements, meta: expressible(placements, meta, self.mesh),
+            self.schedule,
         )
         program = plan(placed, lower(placed), axis_names(self.mesh))
         results = describe_results(self.call, self.graph, program, matched, self.mesh)

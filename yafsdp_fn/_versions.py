@@ -5,9 +5,12 @@ the part that is wanted alone; what was made of state is gathered at the narrowe
 behind it and repeated from there; all else is moved.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from . import _rules
 from ._choose import needs_of_result
@@ -33,6 +36,7 @@ from ._placed import (
     Value,
 )
 from ._rule_kinds import Site
+from ._schedule import Schedule
 from ._sharding import Sharding
 
 
@@ -43,6 +47,7 @@ class Versions:
     Attributes:
         graph: The global graph.
         sizes: Ranks along each mesh axis.
+        schedule: In which dtype pending sums are reduced.
         steps: The steps, in the order in which they are executed.
         values: The values by their number.
         current: The value that stands for one of the global graph, by its number there.
@@ -52,6 +57,7 @@ class Versions:
 
     graph: Graph
     sizes: tuple[int, ...]
+    schedule: Schedule = field(default_factory=Schedule)
     steps: list[Step] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
     current: dict[int, Value] = field(default_factory=dict)
@@ -195,6 +201,27 @@ class Versions:
 
         What comes out is state: its splits are those of a leaf, not of the batch.
         """
+        dtype = self.schedule.reduce_dtype
+        if dtype not in (None, value.meta.dtype) and _travels(value):
+            reduced = self.reduce(self.converted(value, dtype))
+            return self.converted(reduced, value.meta.dtype)
+        return self.reduce(value)
+
+    def converted(self, value: Value, dtype: Any) -> Value:
+        """The same value in another dtype."""
+        meta = dataclasses.replace(value.meta, dtype=dtype)
+        op, outputs = torch.ops.aten._to_copy.default, self.next_refs([meta])
+        step = Step(op, (value.ref,), {"dtype": dtype}, (value,), outputs)
+        return self.emit(
+            step,
+            [meta],
+            placements=[value.placements],
+            batch=[value.batch],
+            label=[value.label],
+        )[0]
+
+    def reduce(self, value: Value) -> Value:
+        """Scatter a pending sum where its state lies, and all-reduce what is left."""
         target = self.targets.get(value.meta.shape, self.whole)
         if value.batch and value.is_split:  # an activation that has a leaf's shape
             target = self.whole
@@ -344,6 +371,12 @@ class Versions:
 
 
 # --- helpers --------------------------------------------------------------------------
+
+
+def _travels(value: Value) -> bool:
+    """Whether a pending value is a gradient, not a number that decides something."""
+    sums = all(p == SUM for p in value.placements if isinstance(p, Pending))
+    return sums and value.meta.numel > 1 and value.meta.dtype.is_floating_point
 
 
 def _cuts(placements: Placements, dim: int, after: int) -> bool:

@@ -10,7 +10,7 @@ parts, and pending sums where the rule says that the operator is linear.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from yafsdp_fn import _rules
 from yafsdp_fn._choose import choose, linear_choices, needs_of_result
-from yafsdp_fn._decompose import DECOMPOSITIONS
 from yafsdp_fn._graph import Node, Ref, map_leaves, results
 from yafsdp_fn._interpret import compute
 from yafsdp_fn._layout import (
@@ -41,7 +40,7 @@ from yafsdp_fn._placed import Placed, Step, Value
 from yafsdp_fn._program import Compute
 from yafsdp_fn._rule_kinds import FIRST, Site, along, pattern, reduction
 from yafsdp_fn._sharding import Sharding
-from yafsdp_fn._torch import schema
+from yafsdp_fn._torch import TorchDispatchMode, get_decompositions
 
 aten = torch.ops.aten
 MESHES = ((2,), (3,), (4,), (2, 2))
@@ -394,7 +393,7 @@ ALONG: Samples = {
     aten.flip.default: [call(x(5, 3), [0]), call(x(5, 3, 2), [-1, 1])],
     aten.roll.default: [call(x(5, 3), [1], [0]), call(x(5, 3), [2])],
     aten._fft_r2c.default: [call(x(5, 6), [1], 0, True), call(x(5, 6, 3), [1], 1, 0)],
-    aten._fft_c2c.default: [call(z(5, 6), [0], 0, True), call(z(5, 6), [-1], 1, False)],
+    aten._fft_c2c.default: [call(z(5, 6), [0], 0, True), call(z(5, 6), [1], 1, False)],
     aten._fft_c2r.default: [call(z(5, 4), [1], 2, 7), call(z(5, 4), [0, 1], 0, 6)],
     **dict.fromkeys(
         named("tril triu"),
@@ -663,7 +662,19 @@ SAMPLES: Samples = {
     **CONSTANTS,
 }
 
-# --- the ways that a rule admits ------------------------------------------------------
+# --- calls as nodes -------------------------------------------------------------------
+
+
+class Kernels(TorchDispatchMode):
+    """Computes what has no kernel here by the operators that it is made of."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return WITHOUT_KERNEL.get(func, func)(*args, **(kwargs or {}))
+
+
+WITHOUT_KERNEL = get_decompositions([aten._fused_rms_norm_backward])
 
 
 @dataclass(frozen=True)
@@ -685,7 +696,8 @@ def sample_of(op: Any, made: Call) -> Sample:
         return Ref(len(operands) - 1)
 
     args, kwargs = map_leaves(number, (made.args, made.kwargs))
-    found = tuple(results(op(*made.args, **made.kwargs)))
+    with Kernels():
+        found = tuple(results(op(*made.args, **made.kwargs)))
     outputs = tuple(
         None if r is None else Ref(len(operands) + n) for n, r in enumerate(found)
     )
@@ -693,6 +705,9 @@ def sample_of(op: Any, made: Call) -> Sample:
     inputs = tuple(map(Meta.of, operands))
     metas = tuple(None if r is None else Meta.of(r) for r in found)
     return Sample(Site(node, inputs, metas), tuple(operands), found)
+
+
+# --- the ways that a rule admits ------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -864,7 +879,8 @@ def compute_in_parts(
     made: list[Parts | None] = [None if r is None else {} for r in outputs]
     for at in itertools.product(*map(range, sizes)):
         world = {n: p[at].clone() if packed else p[at] for n, p in enumerate(given)}
-        compute(instruction, at)(world)
+        with Kernels():
+            compute(instruction, at)(world)
         for parts, ref in zip(made, outputs, strict=True):
             if parts is not None and ref is not None:
                 parts[at] = world[ref.id]
@@ -922,13 +938,99 @@ def describe(sample: Sample) -> str:
     return f"{sample.site.node.op} {sample.site.node.args} of {operands}"
 
 
-# --- tests ----------------------------------------------------------------------------
+# --- every rule -----------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that wait for each other cost more than these small operands do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def ruled(op: Any) -> Iterator[tuple[Sample, Sharding]]:
+    """The samples of an operator that have a rule."""
+    for made in SAMPLES[op]:
+        sample = sample_of(op, made)
+        rule = _rules.find(sample.site)
+        if rule is not None:
+            yield sample, rule
 
 
 @pytest.mark.parametrize("op", SAMPLES, ids=str)
 def test_parts_make_the_whole(op: Any) -> None:
-    for made in SAMPLES[op]:
-        sample = sample_of(op, made)
-        rule = _rules.find(sample.site)
-        for sizes in MESHES if rule else ():
+    for sample, rule in ruled(op):
+        for sizes in MESHES:
             check(sample, rule, sizes)
+
+
+def test_every_rule_has_a_sample() -> None:
+    assert not {*_rules.RULES} - {*SAMPLES}
+
+
+def test_every_sample_is_of_a_rule() -> None:
+    for op in SAMPLES:
+        assert op in _rules.RULES or _rules.is_elementwise(op), op
+
+
+def test_samples_split_every_factor() -> None:
+    missed = {
+        op
+        for op in SAMPLES
+        for sample, rule in ruled(op)
+        if not splittable(rule) <= split_factors(sample.site, rule)
+    }
+    assert missed == set()
+
+
+def splittable(rule: Sharding) -> set[str]:
+    """Factors that may be split: not whole, and the first of all dims that they cut."""
+    dims = [d for value in (*rule.inputs, *rule.outputs) if value for d in value]
+    minor = {f for d in dims for n, f in enumerate(d) if any(rule.sizes[g] > 1 for g in d[:n])}
+    spelled = {f for d in dims for f in d if rule.sizes[f] > 1}
+    return spelled - minor - rule.whole
+
+
+def split_factors(site: Site, rule: Sharding) -> set[str]:
+    """Factors that are split in some way on some number of ranks."""
+    return {
+        cut[0]
+        for ranks in (2, 3, 4)
+        for way in ways(site, rule, [ranks])
+        for dims, (placement,) in zip(
+            (*rule.inputs, *rule.outputs), (*way.needs, *way.results), strict=True
+        )
+        if dims is not None and isinstance(placement, Split)
+        if (cut := rule.factor_of(dims, placement))
+    }
+
+
+def test_samples_split_every_operator() -> None:
+    split = {op for op in SAMPLES for s, r in ruled(op) if split_factors(s.site, r)}
+    assert {*SAMPLES} - split == set()
+
+
+def test_samples_keep_sums_pending() -> None:
+    linear = {op for op in SAMPLES for _, rule in ruled(op) if rule.linear}
+    pending = {
+        op
+        for op in linear
+        for sample, rule in ruled(op)
+        for way in ways(sample.site, rule, [2])
+        if (SUM,) in way.needs
+    }
+    assert linear - pending == set()
+
+
+# --- the check itself -----------------------------------------------------------------
+
+WRONG = {
+    "a product split along what it sums": (
+        aten.mm.default,
+        lambda site: site.make([["m", "k"], ["k", "n"]], [["m", "n"]], reduce={"k": "max"}),
+    ),
+    "a transposed result": (aten.mm.default, pattern("n k, k n -> n n")),
+    "a softmax along a split": (aten._softmax.default, lambda site: None),
+}

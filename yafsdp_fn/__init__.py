@@ -36,6 +36,9 @@ from ._distribute import from_local as from_local
 # Optimisers.
 from . import optim as optim
 
+# Tests of a step, for your own suite.
+from . import testing as testing
+
 # Processes.
 from ._launch import launch as launch
 from ._launch import LaunchError as LaunchError

@@ -555,30 +555,27 @@ def lowered(made: Case, world: Any) -> yf.Lowered:
     return yf.shard(step).lower(*(yf.distribute(s, mesh) for s in state), batch)
 
 
+def moved(lower: yf.Lowered) -> list[tuple[str, Any]]:
+    """Kind and value of everything that a program communicates."""
+    values = lower.plan.values
+    transfers = list(lower.plan.transfers())
+    return [(t.kind, values[r.id].meta) for t in transfers for r in t.sources]
+
+
 def test_a_tied_weight_is_reduced_once() -> None:
     kinds = [t.kind for t in lowered(tied_embedding(), 4).plan.transfers()]
     assert kinds.count("reduce_scatter") == 1
 
 
 def test_a_frozen_leaf_is_gathered_and_never_reduced() -> None:
-    plan = lowered(frozen_base_with_factors(), 4).plan
-    shapes = [
-        (t.kind, plan.values[r.id].meta.shape)
-        for t in plan.transfers()
-        for r in t.sources
-    ]
+    shapes = [(k, m.shape) for k, m in moved(lowered(frozen_base_with_factors(), 4))]
     assert ("all_gather", (5, 4)) in shapes
     assert ("reduce_scatter", (5, 4)) not in shapes
     assert sorted(s for k, s in shapes if k == "reduce_scatter") == [(2, 4), (5, 2)]
 
 
 def test_bfloat16_is_gathered_and_float32_is_reduced() -> None:
-    plan = lowered(bfloat16_compute(), 4).plan
-    dtypes = {
-        (t.kind, plan.values[r.id].meta.dtype)
-        for t in plan.transfers()
-        for r in t.sources
-    }
+    dtypes = {(k, m.dtype) for k, m in moved(lowered(bfloat16_compute(), 4))}
     assert ("all_gather", torch.bfloat16) in dtypes
     assert ("all_gather", torch.float32) not in dtypes
     assert ("reduce_scatter", torch.float32) in dtypes
@@ -653,11 +650,7 @@ def test_gradients_may_travel_in_another_dtype() -> None:
     params = {k: v.float() for k, v in params.items()}
     schedule = yf.Schedule(reduce_dtype=torch.bfloat16)
     sharded = agree(step, params, batch.float(), rtol=1e-2, schedule=schedule)
-    plan = sharded.lower(yf.distribute(params, mesh_of(4)), batch.float()).plan
-    dtypes = {
-        (t.kind, plan.values[r.id].meta.dtype)
-        for t in plan.transfers()
-        for r in t.sources
-    }
+    lower = sharded.lower(yf.distribute(params, mesh_of(4)), batch.float())
+    dtypes = {(k, m.dtype) for k, m in moved(lower)}
     assert ("reduce_scatter", torch.bfloat16) in dtypes
     assert ("reduce_scatter", torch.float32) not in dtypes

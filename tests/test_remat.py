@@ -189,7 +189,7 @@ def built(nest: Nest) -> tuple[Fn, int]:
     return yf.remat(chain), sum(count for _, count in parts)
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(nest=NESTS, world=st.sampled_from([None, *WORLDS]))
 def test_any_nesting_gives_the_bits_of_no_remat(nest: Nest, world: Any) -> None:
     (fn, count), plain = built(nest), built(0)[0]
@@ -369,7 +369,7 @@ def test_any_kind_of_function_has_its_gradient(kind: Fn) -> None:
     found, wanted = step(yf.remat)(W, X), step(lambda fn: fn)(W, X)
     # A tensor that is used three times may have its gradients added in another order.
     assert_same(found, wanted)
-    for world in WORLDS:
+    for world in (3, (2, 2)):
         assert_same(yf.shard(step(yf.remat), mesh=mesh_of(world))(W, X), wanted)
 
 

@@ -288,7 +288,11 @@ VIEWS: Samples = {
     aten.unsafe_split.Tensor: SPLITS,
     aten.split_with_sizes.default: SIZES,
     aten.unsafe_split_with_sizes.default: SIZES,
-    aten.unfold.default: [call(x(7, 5), 0, 3, 2), call(x(7, 5), -1, 2, 1)],
+    aten.unfold.default: [
+        call(x(7, 5), 0, 3, 2),
+        call(x(7, 5), -1, 2, 1),
+        call(x(7, 5), 0, 2, 3),
+    ],
     aten.diagonal.default: [
         call(x(5, 3, 5), 1, 0, 2),
         call(x(6, 5, 3), 0, 1, -1),
@@ -297,6 +301,7 @@ VIEWS: Samples = {
     aten.select_backward.default: [
         call(x(5, 3), [5, 4, 3], 1, 2),
         call(x(3), [5, 3], 0, -1),
+        call(x(5, 3), [5, 1, 3], 1, 0),
     ],
     aten.slice_backward.default: [
         call(x(5, 3), [5, 7], 1, 1, 6, 2),
@@ -432,9 +437,13 @@ def resized(name: str, before: Sequence[int], after: Sequence[int]) -> Samples:
 POOLING = ([2, 2], [2, 2], [1, 1])
 PLANES: Samples = {
     **with_gradient("avg_pool2d", (2, 4, 6), *POOLING, False, True, None),
-    **with_gradient("avg_pool3d", (2, 4, 6, 4), *[[2] * 3, [2] * 3], [1] * 3, *(0, 1, None)),
+    **with_gradient(
+        "avg_pool3d", (2, 4, 6, 4), *[[2] * 3, [2] * 3], [1] * 3, *(0, 1, None)
+    ),
     **with_gradient("max_pool2d_with_indices", (2, 4, 6), *POOLING, [1, 1], False),
-    **with_gradient("max_pool3d_with_indices", (2, 4, 6, 4), *[[2] * 3] * 2, [1] * 3, [1] * 3, False),
+    **with_gradient(
+        "max_pool3d_with_indices", (2, 4, 6, 4), *[[2] * 3] * 2, [1] * 3, [1] * 3, False
+    ),
     aten._adaptive_avg_pool2d.default: [call(x(5, 2, 4, 6), [3, 2])],
     aten._adaptive_avg_pool2d_backward.default: [call(x(5, 2, 3, 2), x(5, 2, 4, 6))],
     **with_gradient("reflection_pad1d", (2, 6), [2, 1]),
@@ -537,8 +546,12 @@ def normalised(shape: Sequence[int], trailing: int) -> Samples:
         ],
         aten.native_layer_norm_backward.default: [
             call(x(*shape), source, last, *statistics, weight, bias, every),
-            call(x(*shape), source, last, *statistics, None, None, [True, False, False]),
-            call(x(*shape), source, last, *statistics, weight, bias, [False, True, True]),
+            call(
+                x(*shape), source, last, *statistics, None, None, [True, False, False]
+            ),
+            call(
+                x(*shape), source, last, *statistics, weight, bias, [False, True, True]
+            ),
         ],
         aten._fused_rms_norm.default: [call(source, last, weight, 1e-5)],
         aten._fused_rms_norm_backward.default: [
@@ -718,7 +731,7 @@ class Way:
     results: tuple[Placements, ...]
 
 
-Question = tuple[int, int | None]  # an operand, and the dimension to split or None: sum
+Question = tuple[frozenset[int], int | None]  # operands, and a dim to split; None: sums
 
 
 def ways(site: Site, rule: Sharding, sizes: Sequence[int]) -> set[Way]:
@@ -732,9 +745,7 @@ def ways(site: Site, rule: Sharding, sizes: Sequence[int]) -> set[Way]:
     }
 
 
-def ways_of_operands(
-    site: Site, rule: Sharding, sizes: Sequence[int]
-) -> Iterator[Way]:
+def ways_of_operands(site: Site, rule: Sharding, sizes: Sequence[int]) -> Iterator[Way]:
     """Each axis asks one operand to be split or pending, or none."""
     for asked in itertools.product(*(questions(site, rule, n) for n in sizes)):
         yield from way_of(site, rule, asked, sizes)
@@ -742,9 +753,10 @@ def ways_of_operands(
 
 def questions(site: Site, rule: Sharding, ranks: int) -> list[Question | None]:
     """What may be asked of the operands on one axis, each with another answer."""
-    linear = sorted({n for group in rule.linear for n in group})
-    asked: list[Question | None] = [(n, None) for n in linear]
-    asked += [(n, d) for n, m in enumerate(site.inputs) for d in range(len(m.shape))]
+    sums = {frozenset({n}) for group in rule.linear for n in group} | {*rule.linear}
+    asked: list[Question | None] = [(group, None) for group in sorted(sums, key=sorted)]
+    operands = enumerate(site.inputs)
+    asked += [(frozenset({n}), d) for n, m in operands for d in range(len(m.shape))]
     answers = {w: q for q in (*asked, None) for w in way_of(site, rule, [q], [ranks])}
     return list(answers.values())
 
@@ -774,7 +786,7 @@ def value(
     placements: list[Placement] = []
     for question, ranks in zip(asked, sizes, strict=True):
         placement: Placement = WHOLE
-        if question is not None and question[0] == number:
+        if question is not None and number in question[0]:
             placement = even_split(shape, question[1], ranks)
         placements.append(placement)
     return Value(Ref(number), meta, tuple(placements), number)
@@ -970,27 +982,19 @@ def test_every_rule_has_a_sample() -> None:
     assert not {*_rules.RULES} - {*SAMPLES}
 
 
-def test_every_sample_is_of_a_rule() -> None:
-    for op in SAMPLES:
-        assert op in _rules.RULES or _rules.is_elementwise(op), op
-
-
 def test_samples_split_every_factor() -> None:
-    missed = {
-        op
-        for op in SAMPLES
-        for sample, rule in ruled(op)
-        if not splittable(rule) <= split_factors(sample.site, rule)
-    }
-    assert missed == set()
+    for op in SAMPLES:
+        for sample, rule in ruled(op):
+            missed = splittable(rule) - split_factors(sample.site, rule)
+            assert not missed, describe(sample)
 
 
 def splittable(rule: Sharding) -> set[str]:
     """Factors that may be split: not whole, and the first of all dims that they cut."""
-    dims = [d for value in (*rule.inputs, *rule.outputs) if value for d in value]
-    minor = {f for d in dims for n, f in enumerate(d) if any(rule.sizes[g] > 1 for g in d[:n])}
-    spelled = {f for d in dims for f in d if rule.sizes[f] > 1}
-    return spelled - minor - rule.whole
+    values = (*rule.inputs, *filter(None, rule.outputs))
+    dims = [[f for f in dim if rule.sizes[f] > 1] for value in values for dim in value]
+    first = {f for dim in dims for f in dim[:1]}
+    return first - {f for dim in dims for f in dim[1:]} - rule.whole
 
 
 def split_factors(site: Site, rule: Sharding) -> set[str]:
@@ -1009,7 +1013,10 @@ def split_factors(site: Site, rule: Sharding) -> set[str]:
 
 def test_samples_split_every_operator() -> None:
     split = {op for op in SAMPLES for s, r in ruled(op) if split_factors(s.site, r)}
-    assert {*SAMPLES} - split == set()
+    assert {*SAMPLES} - split <= UNRULED
+
+
+UNRULED = {*named("hardswish rsub.Tensor")}  # computed whole; torch does not mark them
 
 
 def test_samples_keep_sums_pending() -> None:
@@ -1026,11 +1033,72 @@ def test_samples_keep_sums_pending() -> None:
 
 # --- the check itself -----------------------------------------------------------------
 
-WRONG = {
-    "a product split along what it sums": (
+WRONG: dict[str, tuple[Any, Call, Any]] = {
+    "a result on another dimension": (
         aten.mm.default,
-        lambda site: site.make([["m", "k"], ["k", "n"]], [["m", "n"]], reduce={"k": "max"}),
+        call(x(6, 6), x(6, 6)),
+        pattern("m k, k n -> n m"),
     ),
-    "a transposed result": (aten.mm.default, pattern("n k, k n -> n n")),
-    "a softmax along a split": (aten._softmax.default, lambda site: None),
+    "a sum for a maximum": (
+        aten.amax.default,
+        call(x(5, 3), [0]),
+        reduction("sum"),
+    ),
+    "a maximum for a sum": (
+        aten.sum.dim_IntList,
+        call(x(5, 3), [0]),
+        reduction("max"),
+    ),
+    "parts of what is normalised": (
+        aten._softmax.default,
+        call(x(5, 3), 1, False),
+        lambda site: site.make([["a", "b"]], [["a", "b"]]),
+    ),
+    "sums in what is not linear": (
+        aten.exp.default,
+        call(x(5, 3)),
+        lambda site: site.make([["a", "b"]], [["a", "b"]], linear=FIRST),
+    ),
+    "a bias on every rank": (
+        aten.addmm.default,
+        call(x(3), x(5, 7), x(7, 3)),
+        pattern("n, m k, k n -> m n"),
+    ),
+    "lengths of the whole": (
+        aten.expand.default,
+        call(x(5, 1), [5, 3]),
+        lambda site: site.make([["a", ()]], [["a", "b"]]),
+    ),
+    "indices of parts": (
+        aten.argmax.default,
+        call(x(5, 3), 0),
+        lambda site: site.make([["w", "b"]], [["b"]], reduce={"w": "max"}),
+    ),
 }
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_found(name: str) -> None:
+    op, made, rule = WRONG[name]
+    sample = sample_of(op, made)
+    with pytest.raises(AssertionError, match=str(op)):
+        check(sample, rule(sample.site), (2,))
+
+
+def test_a_sum_of_shares_is_the_value() -> None:
+    value = x(5, 3)
+    for placements in (
+        (SUM, Split(0, 3)),
+        (Split(1, 2), SUM),
+        (SUM, SUM),
+        (WHOLE, SUM),
+    ):
+        parts = parts_of(value, placements, (2, 2))
+        assert len(parts) == 4
+        assert_same(together(parts, placements), value)
+
+
+def test_parts_that_differ_are_no_whole() -> None:
+    parts = {(0,): x(5), (1,): x(5)}
+    with pytest.raises(AssertionError):
+        together(parts, (WHOLE,))

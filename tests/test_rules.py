@@ -1,10 +1,10 @@
 """Every rule of the table against its operator: all that it admits, on all ranks.
 
 A sample is one call of an operator. For every way in which its rule lets operands and
-results lie on a mesh, each rank computes on its parts what `lower` tells it to, and what
-the ranks made, put together, must be the result of the plain call. Ways are found from
-the placements that operands or results may have: every dimension split, also into empty
-parts, and pending sums where the rule says that the operator is linear.
+results lie on a mesh, each rank computes on its parts what `lower` tells it to, and
+what the ranks made, put together, must be the result of the plain call. Ways are found
+from the placements that operands or results may have: every dimension split, also into
+empty parts, and pending sums where the rule says that the operator is linear.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from yafsdp_fn._layout import (
 from yafsdp_fn._lower import lower
 from yafsdp_fn._placed import Placed, Step, Value
 from yafsdp_fn._program import Compute
-from yafsdp_fn._rule_kinds import FIRST, Site, along, pattern, reduction
+from yafsdp_fn._rule_kinds import FIRST, Site, pattern, reduction
 from yafsdp_fn._sharding import Sharding
 from yafsdp_fn._torch import TorchDispatchMode, get_decompositions
 
@@ -86,6 +86,12 @@ def named(*names: str) -> list[Any]:
 
 
 Samples = dict[Any, list[Call]]
+
+
+def alike(names: str, *calls: Call) -> Samples:
+    """The same calls of several operators."""
+    return {op: [*calls] for op in named(names)}
+
 
 # --- elementwise ----------------------------------------------------------------------
 
@@ -376,9 +382,9 @@ REDUCTIONS: Samples = {
         call(x(5, 3), 3, [1], True),
         call(x(5, 3)),
     ],
-    **dict.fromkeys(named("prod.dim_int max.dim min.dim median.dim mode"), ONE_DIM),
+    **alike("prod.dim_int max.dim min.dim median.dim mode", *ONE_DIM),
     aten.kthvalue.default: [call(x(5, 3, 2), 2, 0), call(x(5, 3), 3, -1, True)],
-    **dict.fromkeys(named("argmax argmin"), [*ONE_DIM, call(x(5, 3))]),
+    **alike("argmax argmin", *ONE_DIM, call(x(5, 3))),
 }
 
 # --- along some dimensions ------------------------------------------------------------
@@ -386,12 +392,13 @@ REDUCTIONS: Samples = {
 CUMULATIVE = [call(x(5, 3), 0), call(x(5, 3, 2), -2), call(x(1, 6), 1), call(x(), 0)]
 BACK = [call(x(5, 3), x(5, 3), dim, torch.float64) for dim in (0, -1)]
 ALONG: Samples = {
-    **dict.fromkeys(
-        named("_softmax _log_softmax"),
-        [call(x(5, 3), 0, False), call(x(5, 3, 2), -1, False)],
+    **alike(
+        "_softmax _log_softmax",
+        call(x(5, 3), 0, False),
+        call(x(5, 3, 2), -1, False),
     ),
-    **dict.fromkeys(named("_softmax_backward_data _log_softmax_backward_data"), BACK),
-    **dict.fromkeys(named("cumsum cumprod logcumsumexp"), CUMULATIVE),
+    **alike("_softmax_backward_data _log_softmax_backward_data", *BACK),
+    **alike("cumsum cumprod logcumsumexp", *CUMULATIVE),
     aten.sort.default: [*CUMULATIVE, call(x(5, 3), 1, True)],
     aten.sort.stable: [call(whole(5, 6), stable=True, dim=d) for d in (0, 1)],
     aten.topk.default: [call(x(5, 6), 3, 0), call(x(5, 6), 2, -1, False)],
@@ -400,9 +407,8 @@ ALONG: Samples = {
     aten._fft_r2c.default: [call(x(5, 6), [1], 0, True), call(x(5, 6, 3), [1], 1, 0)],
     aten._fft_c2c.default: [call(z(5, 6), [0], 0, True), call(z(5, 6), [1], 1, False)],
     aten._fft_c2r.default: [call(z(5, 4), [1], 2, 7), call(z(5, 4), [0, 1], 0, 6)],
-    **dict.fromkeys(
-        named("tril triu"),
-        [call(x(5, 3), 0), call(x(3, 5, 5), 1), call(x(2, 1, 5, 2), -1)],
+    **alike(
+        "tril triu", call(x(5, 3), 0), call(x(3, 5, 5), 1), call(x(2, 1, 5, 2), -1)
     ),
 }
 
@@ -645,12 +651,10 @@ LAYERS: Samples = {
         convolved((5, 4, 6, 5), (2, 2, 3, 3), [2, 1], [1, 1], [1, 1], False, [0, 0], 2),
         convolved((5, 2, 4, 4), (2, 3, 3, 3), [2, 2], [1, 1], [1, 1], True, [1, 1], 1),
     ),
-    **dict.fromkeys(
-        named("_fused_adamw _fused_adam"), [updated(False, 0.1), updated(True, 0.1)]
-    ),
-    **dict.fromkeys(
-        named("_fused_adamw.tensor_lr _fused_adam.tensor_lr"),
-        [updated(False, torch.tensor(0.1))],
+    **alike("_fused_adamw _fused_adam", updated(False, 0.1), updated(True, 0.1)),
+    **alike(
+        "_fused_adamw.tensor_lr _fused_adam.tensor_lr",
+        updated(False, torch.tensor(0.1)),
     ),
 }
 

@@ -1,13 +1,14 @@
 """accumulate: a batch in several parts, without moving a row."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import optree
 import torch
 
-from ._arguments import Names, signature_of
+from ._arguments import Names, Signature, signature_of
 from ._errors import ArgumentError
 from ._tree import NAMESPACE, map_with_paths
 
@@ -56,6 +57,9 @@ def accumulate(
 
     @functools.wraps(fn)
     def accumulated(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
+        if batch_argnums is None and _is_variadic(signature):
+            named = _named(fn, len(args), tuple(kwargs))
+            return accumulate(named, microbatches)(*args, **kwargs)
         bound = signature.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         whole = {name: bound.arguments[name] for name in signature.batch}
@@ -68,6 +72,25 @@ def accumulate(
         return total
 
     return accumulated
+
+
+def _is_variadic(signature: Signature) -> bool:
+    """Whether parameters have no names, as those of `grad(f)` inside of a trace."""
+    kinds = [p.kind for p in signature.signature.parameters.values()]
+    return inspect.Parameter.VAR_POSITIONAL in kinds
+
+
+def _named(fn: Callable[..., Any], count: int, names: tuple[str, ...]) -> Any:
+    """The function with a parameter for each argument; the batch comes last."""
+    first, rest = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
+    given = [inspect.Parameter(f"argument_{n}", first) for n in range(count)]
+    given += [inspect.Parameter(name, rest) for name in names]
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs)
+
+    named.__signature__ = inspect.Signature(given)  # type: ignore[attr-defined]
+    return named
 
 
 def _part(tree: Any, name: str, part: int, parts: int) -> Any:

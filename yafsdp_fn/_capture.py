@@ -74,8 +74,13 @@ def frozen(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _frozen(value: Any, made: dict[int, Any]) -> Any:
     if isinstance(value, functools.partial):
-        inner = _frozen(value.func, made)
-        return functools.partial(inner, *value.args, **value.keywords)
+        parts = (value.func, value.args, value.keywords)
+        inner, args, keywords = (_frozen(part, made) for part in parts)
+        return functools.partial(inner, *args, **keywords)
+    if type(value) is dict:
+        return {key: _frozen(part, made) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_frozen(part, made) for part in value)
     if not isinstance(value, types.FunctionType) or not value.__closure__:
         return value
     if id(value) not in made:

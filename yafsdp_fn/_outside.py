@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ._arguments import Call, Signature
+from ._capture import Captures
 from ._distribute import full
 from ._errors import ArgumentError
 from ._graph import Graph
@@ -33,6 +34,22 @@ def is_differentiated(call: Call) -> bool:
         )
         for leaf in call.leaves
     )
+
+
+def refuse_captured_leaves(call: Call, captured: Captures) -> None:
+    """Refuse a `backward` that would leave out tensors that the step closes over.
+
+    Raises:
+        ArgumentError: Says what to write instead.
+    """
+    leaves = [leaf for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
+    if any(x.requires_grad and not is_functorch_wrapped(x) for x in leaves) and any(
+        tensor.requires_grad for tensor in captured.tensors
+    ):
+        raise ArgumentError(
+            "the step closes over a tensor that requires a gradient. Pass it as an "
+            "argument, so that its gradient can be sharded; or detach it."
+        )
 
 
 def differentiable_call(sharded: "ShardedFunction[..., Any]", call: Call) -> Any:
@@ -144,7 +161,10 @@ def pullback(step: Signature) -> Callable[..., list[torch.Tensor]]:
         _, pull = torch.func.vjp(run, *primals)  # type: ignore[misc]
         return list(pull(tuple(vectors)))
 
-    first = inspect.Parameter("vectors", inspect.Parameter.POSITIONAL_ONLY)
+    name = "vectors"
+    while name in step.signature.parameters:  # a gradient's own gradient
+        name = f"{name}_"
+    first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     parameters = [first, *step.signature.parameters.values()]
     gradients.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     gradients.__qualname__ = f"the gradient of {step.fn.__qualname__}"
@@ -157,7 +177,7 @@ def _is_varying(leaf: Any) -> bool:
 
 def like_arguments(call: Call, grads: list[torch.Tensor]) -> list[torch.Tensor]:
     """Gradients in the form of what they belong to: plain for a plain tensor."""
-    first = call.specs["vectors"].num_leaves
+    first = next(iter(call.specs.values())).num_leaves
     primals = [leaf for leaf in call.leaves[first:] if _is_varying(leaf)]
     pairs = zip(primals, grads, strict=True)
     return [grad if isinstance(x, DTensor) else full(grad) for x, grad in pairs]
@@ -165,6 +185,6 @@ def like_arguments(call: Call, grads: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def match_gradients(call: Call, graph: Graph) -> list[int | None]:
     """Every gradient takes the place of the argument that it belongs to."""
-    first = call.specs["vectors"].num_leaves
+    first = next(iter(call.specs.values())).num_leaves
     leaves = enumerate(call.leaves)
     return [n for n, leaf in leaves if n >= first and _is_varying(leaf)]

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from ._capture import captures, frozen
 from ._errors import ArgumentError
 from ._swap import Swap
+from ._torch import forward_mode, unwrap_if_dead
 from ._tree import flatten, unflatten
 
 Parameters = ParamSpec("Parameters")
@@ -74,8 +76,8 @@ def name_value(value: torch.Tensor, name: str) -> torch.Tensor:
     Example:
         >>> import torch, yafsdp_fn as yf
         >>> def block(w, x):
-        ...     hidden = yf.name_value(torch.tanh(x @ w), "hidden")
-        ...     return hidden.square().sum()
+        ...     hidden = yf.name_value(x @ w, "hidden")  # the product is not repeated
+        ...     return torch.tanh(hidden).square().sum()
         >>> step = torch.func.grad(yf.remat(block, save=["hidden"]))
         >>> step(torch.zeros(2, 2), torch.ones(3, 2)).abs().max()
         tensor(0.)
@@ -94,7 +96,7 @@ def _may_vary(tensor: torch.Tensor) -> bool:
 
 @dataclass
 class _Body:
-    """A call of the function, as a function of its tensors alone."""
+    """A call of the function, as a function of its tensors and of named values."""
 
     fn: Callable[..., Any]
     spec: Any
@@ -105,28 +107,49 @@ class _Body:
     out_leaves: list[Any] = field(default_factory=list)
     saved: int = 0
 
-    def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        """Compute, and note how the result is put together."""
-        count = len(tensors) - len(self.captured)
-        given = iter(tensors[:count])
-        leaves = [next(given) if _is_tensor(leaf) else leaf for leaf in self.leaves]
-        args, kwargs = unflatten(self.spec, leaves)
-        swaps = dict(zip(map(id, self.captured), tensors[count:], strict=True))
-        with Swap(swaps):
-            out = self.fn(*args, **kwargs)
+    def __call__(self, tensors: Tensors, known: Tensors = ()) -> Tensors:
+        """Compute, and note how the result is put together; named values come last."""
+        with _recording(self.names, known) as ledger:
+            out = self._apply(tensors)
         self.out_leaves, self.out_spec = flatten(out)
+        self.saved = len(ledger.values)
         found = tuple(leaf for leaf in self.out_leaves if _is_tensor(leaf))
         if not found:
             raise ArgumentError(
                 "remat: the function returns no tensor. Return what the rest of the "
                 "step needs of it."
             )
-        return found
+        return (*found, *ledger.values)
+
+    def _apply(self, tensors: Tensors) -> Any:
+        count = len(tensors) - len(self.captured)
+        given = iter(tensors[:count])
+        leaves = [next(given) if _is_tensor(leaf) else leaf for leaf in self.leaves]
+        args, kwargs = unflatten(self.spec, leaves)
+        with Swap(dict(zip(map(id, self.captured), tensors[count:], strict=True))):
+            return self.fn(*args, **kwargs)
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> Any:
         found = iter(tensors)
         leaves = [next(found) if _is_tensor(leaf) else leaf for leaf in self.out_leaves]
         return unflatten(self.out_spec, leaves)
+
+
+@dataclass
+class _Batched:
+    """A body over a batch; what it returns is batched on dimension 0."""
+
+    body: Any
+    in_dims: tuple[int | None, ...]
+    options: dict[str, Any]
+
+    def __call__(self, tensors: Tensors, known: Tensors = ()) -> Tensors:
+        dims = (self.in_dims, (0,) * len(known))
+        return torch.func.vmap(self.body, dims, **self.options)(tensors, known)
+
+    @property
+    def saved(self) -> int:
+        return self.body.saved
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -136,14 +159,11 @@ def _is_tensor(leaf: Any) -> bool:
 class _Remat(torch.autograd.Function):
     """Saves inputs and named values; computes the rest again to differentiate it."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(body: _Body, *tensors: torch.Tensor) -> Tensors:
-        with _recording(body.names, []) as ledger:
-            out = body(*tensors)
-        body.saved = len(ledger.values)
-        return (*out, *ledger.values)
+    def forward(body: Any, *tensors: torch.Tensor) -> Tensors:
+        taken = {id(tensor) for tensor in tensors}
+        # autograd refuses to save an input that is returned as it is
+        return tuple(t.view_as(t) if id(t) in taken else t for t in body(tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -154,32 +174,32 @@ class _Remat(torch.autograd.Function):
         ctx.mark_non_differentiable(*(t for t in output if not _may_vary(t)))
 
     @staticmethod
+    def vmap(info: Any, in_dims: Any, body: Any, *tensors: torch.Tensor) -> Any:
+        options = {"randomness": info.randomness}
+        out = _Remat.apply(_Batched(body, in_dims[1:], options), *tensors)
+        return out, (0,) * len(out)
+
+    @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: torch.Tensor | None) -> Any:
-        tensors = ctx.saved_tensors[: ctx.count]
-        moving = [n for n, t in enumerate(tangents) if t is not None]
-
-        def again(*inputs: torch.Tensor) -> Tensors:
-            merged = list(tensors)
-            for n, tensor in zip(moving, inputs, strict=True):
-                merged[n] = tensor
-            with _recording(ctx.body.names, []) as ledger:
-                return (*ctx.body(*merged), *ledger.values)
-
-        primals = tuple(tensors[n] for n in moving)
-        return torch.func.jvp(again, primals, tuple(tangents[n] for n in moving))[1]
+        # A transform inside of this one would lose the tangents of those around it:
+        # compute on dual numbers, at the level that asks for them.
+        with forward_mode():
+            pairs = zip(ctx.saved_tensors[: ctx.count], tangents, strict=True)
+            return tuple(map(_tangent, ctx.body(tuple(_dual(*p) for p in pairs))))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> Any:
-        tensors = ctx.saved_tensors[: ctx.count]
-        saved = list(ctx.saved_tensors[ctx.count :])
+        # The level at which they were saved has ended if `torch.func.vjp` pulls.
+        kept = tuple(map(unwrap_if_dead, ctx.saved_tensors))
+        tensors, saved = kept[: ctx.count], kept[ctx.count :]
         varying = [n for n, t in enumerate(tensors) if _may_vary(t)]
 
         def again(*inputs: torch.Tensor) -> Tensors:
             merged = list(tensors)
             for n, tensor in zip(varying, inputs, strict=True):
                 merged[n] = tensor
-            with _recording(ctx.body.names, saved):
-                return tuple(t for t in ctx.body(*merged) if _may_vary(t))
+            out = ctx.body(tuple(merged), saved)
+            return tuple(t for t in out[: len(out) - len(saved)] if _may_vary(t))
 
         out, pull = torch.func.vjp(  # type: ignore[misc]
             again, *(tensors[n] for n in varying)
@@ -193,6 +213,19 @@ class _Remat(torch.autograd.Function):
         return tuple(grads)
 
 
+def _dual(tensor: torch.Tensor, tangent: torch.Tensor | None) -> torch.Tensor:
+    if tangent is None:
+        return tensor
+    return forward_ad.make_dual(forward_ad.unpack_dual(tensor).primal, tangent)
+
+
+def _tangent(value: torch.Tensor) -> torch.Tensor | None:
+    if not _may_vary(value):
+        return None
+    primal, tangent = forward_ad.unpack_dual(value)
+    return torch.zeros_like(primal) if tangent is None else tangent
+
+
 # --- named values ---------------------------------------------------------------------
 
 
@@ -201,7 +234,7 @@ class _Ledger:
     """Named values: noted on the way forward, put in place on the way back."""
 
     names: frozenset[str]
-    given: list[torch.Tensor]
+    given: Sequence[torch.Tensor]
     values: list[torch.Tensor] = field(default_factory=list)
 
     def visit(self, value: torch.Tensor, name: str) -> torch.Tensor:
@@ -239,7 +272,9 @@ _ledger: ContextVar[_Ledger | None] = ContextVar("ledger", default=None)
 
 
 @contextmanager
-def _recording(names: frozenset[str], given: list[torch.Tensor]) -> Iterator[_Ledger]:
+def _recording(
+    names: frozenset[str], given: Sequence[torch.Tensor]
+) -> Iterator[_Ledger]:
     ledger = _Ledger(names, given)
     token = _ledger.set(ledger)
     try:

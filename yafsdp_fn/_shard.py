@@ -23,6 +23,7 @@ from ._outside import (
     like_arguments,
     match_gradients,
     pullback,
+    refuse_captured_leaves,
 )
 from ._purity import checked_purity
 from ._results import Matcher, match
@@ -67,6 +68,7 @@ class ShardedFunction(Generic[Parameters, Returned]):
             return self._fn(*args, **kwargs)
         call, captured = self._bind(args, kwargs)
         if is_differentiated(call):
+            refuse_captured_leaves(call, captured)
             return differentiable_call(self, call)
         mesh = self._mesh_for(call, captured)
         try:

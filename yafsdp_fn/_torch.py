@@ -59,6 +59,19 @@ def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
     return functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def unwrap_if_dead(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without the wrapper of a transform that has ended."""
+    return torch._C._functorch.unwrap_if_dead(tensor)  # public replacement: none
+
+
+def forward_mode() -> Any:
+    """Let tangents flow, as they do not by themselves in a custom function's jvp.
+
+    Public replacement: none.
+    """
+    return torch.autograd.forward_ad._set_fwd_grad_enabled(True)
+
+
 def schema(op: Any) -> Any:
     """An ATen operator's schema. Public replacement: none."""
     return op._schema

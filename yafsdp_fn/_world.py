@@ -19,7 +19,7 @@ from ._interpret import Emulator, Runner
 from ._layout import WHOLE, Meta, Pending, Placements, interval
 from ._mesh import coordinates, from_torch, is_emulated, own_coordinate, part_of
 from ._program import Program
-from ._torch import LocalTensor, local_part, make_dtensor, per_rank
+from ._torch import LocalTensor, local_part, make_dtensor, per_rank, storage_id
 
 Part = Any  # torch.Tensor, or list[torch.Tensor] in an emulated world
 
@@ -180,7 +180,7 @@ class EmulatedWorld:
         meta: Meta,
         placed: Sequence[TorchPlacement],
     ) -> DTensor:
-        local = LocalTensor(dict(enumerate(part)))
+        local = LocalTensor(dict(enumerate(_apart(part))))
         return make_dtensor(
             local, mesh, placed, meta.shape, meta.stride, EmulatedTensor
         )
@@ -199,6 +199,16 @@ class EmulatedWorld:
 
     def agree(self, text: str) -> None:
         """One process holds one program."""
+
+
+def _apart(part: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each rank's shard in memory of its own: an edit in place is one edit a rank."""
+    seen: set[Any] = set()
+    made = []
+    for shard in part:
+        made.append(shard.clone() if storage_id(shard) in seen else shard)
+        seen.add(storage_id(shard))
+    return made
 
 
 def assemble(

@@ -104,12 +104,14 @@ def test_options_of_shard_are_passed_on() -> None:
     def step(x: torch.Tensor, params: Tree, power: int) -> Any:
         return (x @ params["w"]) ** power, {"w": params["w"] + 1}
 
-    options = {"batch_argnums": 0, "static_argnames": "power"}
+    options: dict[str, Any] = {"batch_argnums": 0, "static_argnames": "power"}
+    options["schedule"] = yf.Schedule(reduce="each")
     sharded = assert_agrees(step, X, {"w": W}, 2, mesh=MESH, **options)
     again = assert_agrees(
         yf.shard(step, mesh=mesh_of(2), **options), X, {"w": W}, 2, mesh=MESH
     )
     assert again._signature == sharded._signature
+    assert again._schedule == sharded._schedule == options["schedule"]
 
 
 def test_a_sharded_step_is_compared_with_its_function() -> None:

@@ -47,12 +47,12 @@ class Numbers:
 
 
 def train(loss: Callable[..., Any], params: Tree, *extra: Any, batch: Any) -> Model:
-    """AdamW, clipped, on a loss of `(params, *extra, batch)`.
+    """Adam, clipped, on a loss of `(params, *extra, batch)`.
 
     A loss that has extra state returns it beside its value.
     """
     optimiser = yf.optim.chain(
-        yf.optim.clip_by_global_norm(1.0), yf.optim.adamw(1e-2, weight_decay=0.1)
+        yf.optim.clip_by_global_norm(1.0), yf.optim.adamw(1e-2, weight_decay=0.0)
     )
 
     def step(params: Tree, moments: Any, *rest: Any) -> Any:
@@ -318,7 +318,10 @@ def diffusion_unet(rows: int) -> Model:
         return torch.cat([angle.sin(), angle.cos()], -1)
 
     def denoised(p: Tree, x: Tensor, time: Tensor) -> Tensor:
-        x = F.conv2d(x, p["in"], padding=1) + (waves(time) @ p["time"].T)[..., None, None]
+        x = (
+            F.conv2d(x, p["in"], padding=1)
+            + (waves(time) @ p["time"].T)[..., None, None]
+        )
         low = F.silu(F.group_norm(x, 2, p["scale"], p["shift"]))
         low = F.conv2d(F.avg_pool2d(low, 2), p["down"], padding=1)
         high = F.interpolate(F.silu(low), scale_factor=2, mode="nearest")
@@ -405,7 +408,9 @@ def private_gradients(rows: int) -> Model:
 
     def step(params: Tree, key: Tensor, batch: Tree) -> Any:
         each = vmap(grad(loss), (None, 0, 0))(params, batch["x"], batch["y"])
-        norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(dim=0)
+        norms = torch.stack([g.flatten(1).norm(dim=1) for g in each.values()]).norm(
+            dim=0
+        )
         factors = (0.5 / norms).clamp(max=1.0)
         keys = dict(zip(params, yf.random.split(key, len(params)), strict=True))
 

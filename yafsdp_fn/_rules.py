@@ -69,6 +69,8 @@ RULES: dict[Any, Rule] = {
             aten.gelu_backward.default,
             aten.leaky_relu_backward.default,
             aten.elu_backward.default,
+            aten.rsub.Tensor,
+            aten.hardswish.default,
             aten.hardswish_backward.default,
             aten.hardtanh_backward.default,
             aten.hardsigmoid_backward.default,

@@ -111,9 +111,9 @@ class ProcessWorld:
             raise MismatchError(_difference(self._all(text)))
 
     def _all(self, value: str) -> list[str]:
-        """The value of every rank: gathered along one axis after another."""
+        """The value of every rank, in their order: the last axis is gathered first."""
         gathered = [value]
-        for group in self.groups:
+        for group in reversed(self.groups):
             if group is not None:
                 rows: list[Any] = [None] * dist.get_world_size(group)
                 dist.all_gather_object(rows, gathered, group=group)

@@ -103,7 +103,7 @@ def _sharded(
     if isinstance(step, ShardedFunction) and not options:
         names = step._signature
         kept = (sorted(names.batch), sorted(names.static), sorted(names.donate))
-        return ShardedFunction(step._fn, mesh, *kept)
+        return ShardedFunction(step._fn, mesh, *kept, step._schedule)
     return shard(step, mesh=mesh, **options)
 
 

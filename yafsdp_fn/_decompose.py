@@ -91,6 +91,12 @@ def _as_strided(
     A rank's part lies in memory in another way than the whole.
     """
     first = x.storage_offset() if storage_offset is None else storage_offset
+    if (
+        first == x.storage_offset()
+        and x.is_contiguous()
+        and _is_reshape(x, size, stride)
+    ):
+        return x.reshape(size)
     last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
     order = sorted(range(x.dim()), key=x.stride().__getitem__, reverse=True)
     packed = x.permute(order)
@@ -106,6 +112,16 @@ def _as_strided(
         steps = torch.arange(length, device=x.device) * step
         place = place + steps.view([-1 if e == d else 1 for e in range(len(size))])
     return packed.reshape(-1)[place]
+
+
+def _is_reshape(x: torch.Tensor, size: Any, stride: Any) -> bool:
+    """Whether these strides are those of a contiguous tensor of as many elements."""
+    expected = 1
+    for length, step in zip(reversed(size), reversed(stride), strict=True):
+        if length != 1 and step != expected:
+            return False
+        expected *= length
+    return expected == x.numel()
 
 
 # --- statistics -----------------------------------------------------------------------

@@ -232,6 +232,8 @@ RULES: dict[Any, Rule] = {
     aten.index_add.default: lookups.index_add,
     aten.index.Tensor: lookups.index,
     aten.index_put.default: lookups.index_put,
+    aten._unsafe_index.Tensor: lookups.index,
+    aten._unsafe_index_put.default: lookups.index_put,
     # layers
     aten.native_layer_norm.default: layers.layer_norm,
     aten.native_layer_norm_backward.default: layers.layer_norm_backward,

@@ -7,7 +7,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from support import agree
+from support import agree, mesh_of
 from zoo import ZOO
 
 import yafsdp_fn as yf
@@ -22,10 +22,8 @@ GATHERING = {
     # Both towers' rows meet in the logits, forward and backward; their transpose is
     # normalised along the rows of the batch.
     "contrastive_towers": {"aten.mm.default": 2, "aten._log_softmax.default": 1},
-    # In each of two layers an edge looks up nodes of other ranks, and gradients of them.
+    # In each of two layers an edge looks up nodes of other ranks, and their gradients.
     "graph_network": {"aten.index.Tensor": 2, "aten.index_select.default": 2},
-    # The decomposition of group_norm looks up its statistics; `interpolate` has no rule.
-    "diffusion_unet": {"aten.index.Tensor": 2, "aten._unsafe_index.Tensor": 1},
 }
 
 
@@ -43,7 +41,8 @@ def _one_thread() -> Iterator[None]:
 def test_model_trains_as_unsharded(name: str, world: World, rows: int) -> None:
     step, *state, batch = ZOO[name](rows)
     sharded = agree(step, *state, batch, world=world)
-    plan = sharded.lower(*state, batch).plan
+    placed = [yf.distribute(tree, mesh_of(world)) for tree in state]
+    plan = sharded.lower(*placed, batch).plan
     axes = 1 if isinstance(world, int) else len(world)
     wanted = {op: axes * count for op, count in GATHERING.get(name, {}).items()}
     assert unplanned(plan) == wanted
@@ -56,7 +55,7 @@ def unplanned(plan: yf.Program) -> Counter[str]:
 
 
 def readers(plan: yf.Program, transfer: Transfer) -> set[str]:
-    """Operators that read what a collective gives, also after cuts and further moves."""
+    """Operators that read what a collective gives, also after more moves."""
     values = {*transfer.targets}
     found = set()
     for instruction in plan.instructions:

@@ -46,24 +46,35 @@ class Numbers:
         return torch.randint(end, shape, generator=self.generator)
 
 
-def train(loss: Callable[..., Any], params: Tree, *extra: Any, batch: Any) -> Model:
-    """Adam, clipped, on a loss of `(params, *extra, batch)`.
+OPTIMISER = yf.optim.chain(
+    yf.optim.clip_by_global_norm(1.0), yf.optim.adamw(1e-2, weight_decay=0.0)
+)
 
-    A loss that has extra state returns it beside its value.
-    """
-    optimiser = yf.optim.chain(
-        yf.optim.clip_by_global_norm(1.0), yf.optim.adamw(1e-2, weight_decay=0.0)
-    )
 
-    def step(params: Tree, moments: Any, *rest: Any) -> Any:
-        with_state = grad_and_value(loss, has_aux=len(rest) > 1)
-        grads, value = with_state(params, *rest)
-        value, state = value if len(rest) > 1 else (value, ())
-        updates, moments = optimiser.update(grads, moments, params)
-        params = yf.optim.apply_updates(params, updates)
-        return params, moments, *state, {"loss": value}
+def train(loss: Callable[..., Tensor], params: Tree, batch: Any) -> Model:
+    """Adam, clipped, on a loss of `(params, batch)`."""
 
-    return step, params, optimiser.init(params), *extra, batch
+    def step(params: Tree, moments: Any, batch: Any) -> Any:
+        grads, value = grad_and_value(loss)(params, batch)
+        return *moved(params, moments, grads), {"loss": value}
+
+    return step, params, OPTIMISER.init(params), batch
+
+
+def train_with(loss: Callable[..., Any], params: Tree, extra: Any, batch: Any) -> Model:
+    """The same on a loss of `(params, extra, batch)` that returns the next `extra`."""
+
+    def step(params: Tree, moments: Any, extra: Any, batch: Any) -> Any:
+        with_extra = grad_and_value(loss, has_aux=True)
+        grads, (value, extra) = with_extra(params, extra, batch)
+        return *moved(params, moments, grads), extra, {"loss": value}
+
+    return step, params, OPTIMISER.init(params), extra, batch
+
+
+def moved(params: Tree, moments: Any, grads: Tree) -> tuple[Tree, Any]:
+    updates, moments = OPTIMISER.update(grads, moments, params)
+    return yf.optim.apply_updates(params, updates), moments
 
 
 def heads_of(x: Tensor, heads: int) -> Tensor:
@@ -161,7 +172,7 @@ def llama(rows: int) -> Model:
         logits = F.rms_norm(x, (WIDTH,), params["norm"]) @ params["words"].T
         return next_word_loss(logits, batch)
 
-    return train(loss, params, batch=numbers.below(WORDS, rows, LENGTH))
+    return train(loss, params, numbers.below(WORDS, rows, LENGTH))
 
 
 @model
@@ -185,10 +196,10 @@ def gpt2_with_dropout(rows: int) -> Model:
             x = block(p, x, True, lambda x, place, n=n: drop(x, 2 * n + place))
         x = F.layer_norm(x, (WIDTH,), params["norm"], params["bias"])
         logits = x @ params["words"].T
-        return next_word_loss(logits, batch), (yf.random.fold_in(key, 1),)
+        return next_word_loss(logits, batch), yf.random.fold_in(key, 1)
 
     batch = numbers.below(WORDS, rows, LENGTH)
-    return train(loss, params, yf.random.key(3), batch=batch)
+    return train_with(loss, params, yf.random.key(3), batch)
 
 
 @model
@@ -212,7 +223,7 @@ def lstm(rows: int) -> Model:
         return F.mse_loss((hidden @ p["out"].T).squeeze(-1), batch["y"])
 
     batch = {"x": numbers.normal(rows, LENGTH, 3), "y": numbers.normal(rows)}
-    return train(loss, params, batch=batch)
+    return train(loss, params, batch)
 
 
 @model
@@ -235,7 +246,7 @@ def mixture_of_experts(rows: int) -> Model:
         loads = F.one_hot(chosen, experts).double().sum(1).mean(0)
         return (mixed - batch).square().mean() + (loads * shares.mean(0)).sum()
 
-    return train(loss, params, batch=numbers.normal(rows, WIDTH, scale=1.0))
+    return train(loss, params, numbers.normal(rows, WIDTH, scale=1.0))
 
 
 # --- images ---------------------------------------------------------------------------
@@ -263,7 +274,7 @@ def vision_transformer(rows: int) -> Model:
         return F.cross_entropy(x[:, 0] @ p["head"].T, batch["y"], label_smoothing=0.1)
 
     batch = {"x": numbers.normal(rows, 2, 6, 6), "y": numbers.below(3, rows)}
-    return train(loss, params, batch=batch)
+    return train(loss, params, batch)
 
 
 @model
@@ -293,10 +304,10 @@ def resnet_with_batch_norm(rows: int) -> Model:
         inner = normed(F.conv2d(x, p["first"], padding=1), "b").relu()
         x = (x + normed(F.conv2d(inner, p["second"], padding=1), "c")).relu()
         pooled = F.adaptive_avg_pool2d(x, 1).flatten(1)
-        return F.cross_entropy(pooled @ p["head"].T, batch["y"]), (running,)
+        return F.cross_entropy(pooled @ p["head"].T, batch["y"]), running
 
     batch = {"x": numbers.normal(rows, 2, 6, 6), "y": numbers.below(3, rows)}
-    return train(loss, params, running, batch=batch)
+    return train_with(loss, params, running, batch)
 
 
 @model
@@ -334,10 +345,10 @@ def diffusion_unet(rows: int) -> Model:
         time = yf.random.uniform(for_time, (batch.shape[0],), dtype=batch.dtype)
         left = time.cos()[:, None, None, None]
         noisy = batch * left + noise * (1 - left.square()).sqrt()
-        return F.mse_loss(denoised(p, noisy, time), noise), (after,)
+        return F.mse_loss(denoised(p, noisy, time), noise), after
 
     batch = numbers.normal(rows, 2, 4, 4, scale=1.0)
-    return train(loss, params, yf.random.key(4), batch=batch)
+    return train_with(loss, params, yf.random.key(4), batch)
 
 
 # --- losses and graphs over the whole batch -------------------------------------------
@@ -361,7 +372,7 @@ def contrastive_towers(rows: int) -> Model:
         return F.cross_entropy(logits, pairs) + F.cross_entropy(logits.T, pairs)
 
     batch = {"left": numbers.normal(rows, 6), "right": numbers.normal(rows, 3)}
-    return train(loss, params, batch=batch)
+    return train(loss, params, batch)
 
 
 @model
@@ -389,7 +400,7 @@ def graph_network(rows: int) -> Model:
         "edges": numbers.below(rows, edges, 2),
         "y": numbers.below(3, rows),
     }
-    return train(loss, params, batch=batch)
+    return train(loss, params, batch)
 
 
 @model

@@ -115,13 +115,13 @@ def _as_strided(
 
 
 def _is_reshape(x: torch.Tensor, size: Any, stride: Any) -> bool:
-    """Whether these strides are those of a contiguous tensor of as many elements."""
+    """Whether these strides are those of as many elements, both contiguous."""
     expected = 1
     for length, step in zip(reversed(size), reversed(stride), strict=True):
         if length != 1 and step != expected:
             return False
         expected *= length
-    return expected == x.numel()
+    return x.is_contiguous() and expected == x.numel()
 
 
 # --- statistics -----------------------------------------------------------------------

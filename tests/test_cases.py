@@ -13,7 +13,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import MESHES, WORLDS, agree, assert_same, mesh_of
-from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import (
+    grad,
+    grad_and_value,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    linearize,
+    vjp,
+    vmap,
+)
 
 import yafsdp_fn as yf
 
@@ -544,6 +554,19 @@ def test_sharded_equals_unsharded(name: str, world: Any) -> None:
     # A rank's part of a bfloat16 gradient is rounded before it is summed in float32.
     rtol = 4e-3 if name == "bfloat16_compute" else None
     agree(*CASES[name](), world=world, rtol=rtol)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Attempted to insert a get_attr"
+)  # torch's own graph
+@pytest.mark.parametrize("world", [1, 3, (2, 2)], ids=str)
+def test_linearize_inside_a_step(world: Any) -> None:
+    def step(params: Tree, batch: torch.Tensor) -> Any:
+        value, push = linearize(lambda w: (batch @ w.T).sin().sum(0), params["w"])
+        tangent = push(torch.ones_like(params["w"]))
+        return {"w": params["w"] - 0.1 * push(params["w"])[:, None]}, value, tangent
+
+    agree(step, {"w": normal(5, 4)}, normal(8, 4), world=world)
 
 
 # --- what the program of a case must look like ----------------------------------------

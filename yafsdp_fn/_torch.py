@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 # Public replacement: none; fake tensors are the documented, unexported way to trace.
 from torch._decomp import get_decompositions as get_decompositions
+from torch._functorch import eager_transforms
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException as DataDependentOutputException,
 )
@@ -30,9 +31,11 @@ from torch.distributed.tensor import DTensor
 # Public replacement: DTensor.from_local, which cannot take a stride together with a
 # LocalTensor, and checks shapes with collectives.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Public replacement: none; the extension point is documented under this name.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 @contextlib.contextmanager
@@ -44,6 +47,29 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def unfolded_linearize() -> Iterator[None]:
+    """Let `torch.func.linearize` compute its jvp where it is called.
+
+    It traces and folds a graph of its own, whose constants would be fake tensors here.
+    Public replacement: none.
+    """
+    module: Any = eager_transforms
+    before = module.lazy_dynamo_disallow
+    module.lazy_dynamo_disallow = _unfolded
+    try:
+        yield
+    finally:
+        module.lazy_dynamo_disallow = before
+
+
+def _unfolded(transform: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself in the place of its graph, which is left unfolded."""
+    if transform is make_fx:
+        return lambda fn: lambda _: lambda *tangents: tree_leaves(fn(tangents))
+    return lambda graph: graph
 
 
 def is_traced(tensor: torch.Tensor) -> bool:

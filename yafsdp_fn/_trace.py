@@ -82,6 +82,7 @@ def _execute(
             recorder,
             Functions(),
             _torch.compiling(),
+            _torch.unfolded_linearize(),
         ):
             return _run_functional(recorder, call, leaves)
     except EditError as edit:

@@ -388,3 +388,25 @@ def test_an_argument_is_donated_by_position_or_name(options: dict[str, Any]) -> 
     assert_same(made, step(WEIGHT, BATCH))
     with pytest.raises(yf.DonatedError):
         sharded(params, BATCH)
+
+
+class Settings:
+    """A user's own object, which holds a tensor."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight, self.power = weight, 2
+
+
+def test_tensors_inside_of_a_static_argument_are_never_stale() -> None:
+    def step(params: Any, settings: Settings, batch: torch.Tensor) -> Any:
+        return params * settings.weight**settings.power + batch.sum()
+
+    params, batch = torch.ones(5, 4), torch.ones(8, 4)
+    settings = Settings(torch.full((4,), 3.0))
+    sharded = yf.shard(step, mesh=mesh_of(3))
+    assert_same(sharded(params, settings, batch), step(params, settings, batch))
+    settings.weight = torch.full((4,), 5.0)
+    assert_same(sharded(params, settings, batch), step(params, settings, batch))
+    assert sharded.trace_count() == 1
+    settings.power = 3
+    assert_same(sharded(params, settings, batch), step(params, settings, batch))

@@ -8,6 +8,7 @@ from typing import Any
 import optree
 import torch
 
+from ._capture import SCALARS
 from ._errors import ArgumentError
 from ._tree import flatten, flatten_with_paths, unflatten
 
@@ -66,6 +67,12 @@ class Call:
     def owners(self) -> list[str]:
         """The parameter that each leaf belongs to."""
         return [n for n, spec in self.specs.items() for _ in range(spec.num_leaves)]
+
+    def opaque(self) -> list[Any]:
+        """Static values with an inside: functions, configurations, tuples."""
+        known = (torch.Tensor, *SCALARS)
+        values = [*self.static.values(), *self.leaves]
+        return [value for value in values if not isinstance(value, known)]
 
     def donated(self) -> set[int]:
         """The positions of the leaves that give up their memory."""
@@ -132,8 +139,8 @@ def _leaf_key(leaf: Any) -> Hashable:
 
 
 def _static_key(value: Any) -> Hashable:
-    """Tells apart what Python calls equal: `1`, `1.0` and `True`, also inside."""
-    return (type(value), repr(value), value)
+    """Tells apart what Python calls equal: `1`, `1.0` and `True`."""
+    return (type(value), repr(value) if isinstance(value, SCALARS) else value)
 
 
 # --- resolving the options of `shard` -------------------------------------------------

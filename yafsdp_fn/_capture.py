@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-_SCALARS = (bool, int, float, complex, str, bytes, type(None))
+SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _CONSTANT = {"torch", "builtins", "yafsdp_fn"} | set(sys.stdlib_module_names)
 _PACKAGES = tuple(
     {sysconfig.get_path(kind) + os.sep for kind in ("purelib", "platlib", "stdlib")}
@@ -41,20 +41,21 @@ class Captures:
     held: list[Any] = field(default_factory=list)  # what `key` knows by its id
 
 
-def captures(fn: Callable[..., Any]) -> Captures:
-    """Walk everything that `fn` can reach without being passed it.
+def captures(fn: Callable[..., Any], arguments: Iterable[Any] = ()) -> Captures:
+    """Walk everything that `fn` can reach without being passed it as a tensor.
 
     Args:
         fn: Any callable of the user's.
+        arguments: Static arguments, which may hold or close over tensors as well.
 
     Returns:
         The key and the tensors, in an order that depends on the program text alone.
     """
     # What has been seen is kept alive, so that no later object is given its id.
-    found, seen, stack = Captures(), dict[int, tuple[int, Any]](), [fn]
+    found, seen, stack = Captures(), dict[int, tuple[int, Any]](), [fn, *arguments]
     while stack:
         value = stack.pop()
-        if isinstance(value, _SCALARS):
+        if isinstance(value, SCALARS):
             found.key.append((type(value).__name__, repr(value)))
         elif id(value) in seen:
             found.key.append(seen[id(value)][0])

@@ -122,7 +122,8 @@ class ShardedFunction(Generic[Parameters, Returned]):
     # --- inside ---
 
     def _bind(self, args: Any, kwargs: Any) -> tuple[Call, Captures]:
-        return self._signature.bind(args, kwargs), captures(self._fn)
+        call = self._signature.bind(args, kwargs)
+        return call, captures(self._fn, call.opaque())
 
     def _mesh_for(self, call: Call, captured: Captures) -> DeviceMesh:
         """The mesh of the arguments, which must be the one that was given, if any."""

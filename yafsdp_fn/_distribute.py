@@ -59,6 +59,11 @@ def distribute(
         >>> params["w"].shape, params["w"].placements
         (torch.Size([10, 3]), (Shard(dim=0),))
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"mesh is a {type(mesh).__name__}. Write yf.distribute(tree, mesh) with a "
+            "mesh of yf.make_mesh(fsdp=...)."
+        )
     world = world_of(mesh)
 
     def place(path: str, leaf: Any) -> Any:

@@ -1,9 +1,13 @@
 """Meshes: real ones over processes, emulated ones inside of one process."""
 
+import atexit
+import contextlib
 import itertools
 import math
 import os
+import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,18 +33,23 @@ class EmulatedMesh(DeviceMesh):
 
 
 def make_mesh(
-    *, device_type: str | None = None, emulate: bool = False, **axes: int
+    *sizes_without_names: int,
+    device_type: str | None = None,
+    emulate: bool = False,
+    **axes: int,
 ) -> DeviceMesh:
     """A mesh of ranks with named axes.
 
-    Starts the default process group if none runs: from torchrun's variables, else with
-    this process alone. State is sharded on the axis `fsdp` (the only axis, whatever its
-    name, of a mesh with one axis); the batch is split over `replicate` and `fsdp`.
+    Starts the default process group if none runs, from torchrun's variables, and ends
+    it when the process exits; without torchrun, the process is alone. State is sharded
+    on the axis `fsdp` (the only axis, whatever its name, of a mesh with one axis); the
+    batch is split over `replicate` and `fsdp`.
 
     Args:
         device_type: "cpu" or "cuda"; by default "cuda" if there is a device.
         emulate: Let all ranks live in this process, for notebooks and tests.
         **axes: The number of ranks along each axis, outermost first.
+        sizes_without_names: None; there to say that every axis has a name.
 
     Returns:
         The mesh.
@@ -54,6 +63,11 @@ def make_mesh(
         >>> yf.make_mesh(emulate=True, replicate=2, fsdp=4).shape
         (2, 4)
     """
+    if sizes_without_names:
+        raise ArgumentError(
+            f"make_mesh{sizes_without_names}: every axis has a name; write "
+            f"make_mesh(fsdp={sizes_without_names[-1]})."
+        )
     _check_axes(axes)
     device = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     sizes, names = tuple(axes.values()), tuple(axes)
@@ -87,8 +101,23 @@ def _ensure_process_group(device: str) -> None:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         dist.init_process_group(backend)
+        atexit.register(_end_process_group)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _end_process_group() -> None:
+    """Leave together: gloo aborts a process that goes while a peer still talks to it.
+
+    A rank that fails does not wait for the others, which wait for it elsewhere.
+    """
+    if not dist.is_initialized():
+        return
+    failed = getattr(sys, "last_value", None) is not None
+    if not failed and dist.get_backend() == "gloo":
+        with contextlib.suppress(RuntimeError):
+            dist.monitored_barrier(timeout=timedelta(seconds=60))
+    dist.destroy_process_group()
 
 
 def _check_world(ranks: int, axes: dict[str, int]) -> None:

@@ -191,6 +191,15 @@ class Program:
     outputs: tuple[Ref | None, ...]
     instructions: tuple[Instruction, ...]
 
+    @property
+    def mesh(self) -> str:
+        """The axes with their sizes."""
+        pairs = zip(self.axes, self.sizes, strict=True)
+        return " × ".join(f"{name}={size}" for name, size in pairs)
+
+    def __repr__(self) -> str:
+        return f"<program of {len(self.instructions)} instructions on {self.mesh}>"
+
     def transfers(self) -> Iterator[Transfer]:
         """All collectives, in the order of their start."""
         for instruction in self.instructions:
@@ -202,10 +211,7 @@ class Program:
 
         Values are written `%3: f32[8/4,16]`: of eight rows every rank holds a part.
         """
-        mesh = " × ".join(
-            f"{n}={s}" for n, s in zip(self.axes, self.sizes, strict=True)
-        )
-        lines = [f"program on mesh {mesh}"]
+        lines = [f"program on mesh {self.mesh}"]
         lines += [
             f"{self.name(r):<40} input {self.values[r.id].label}" for r in self.inputs
         ]

@@ -332,6 +332,10 @@ def shard(
         donate_argnames: The same by name.
         schedule: How the step is planned.
 
+    An int, a bool or a string among the arguments is part of the program: pass a step
+    counter as `torch.tensor(step)`, or the step is traced again for every value. A
+    Python float is a live input.
+
     Returns:
         A function with the same parameters. Of a DTensor argument the placement is
         kept; a plain tensor is the global value, the same on every rank. Results that

@@ -52,6 +52,9 @@ class Traced:
     match: Matcher = field(repr=False)
     bind: Callable[..., tuple[Call, Captures, Hashable]] = field(repr=False)
 
+    def __repr__(self) -> str:
+        return f"<{len(self.graph.nodes)} operators; see .as_text()>"
+
     def as_text(self) -> str:
         """One line for each input, operator and output."""
         return self.graph.as_text()
@@ -86,10 +89,14 @@ class Lowered:
         plan: The program; `yafsdp_fn.check(plan)` is its specification.
     """
 
-    plan: Program
+    plan: Program = field(repr=False)
     traced: Traced = field(repr=False)
     inputs: Sequence[Placements] = field(repr=False)
     results: Sequence[Result] = field(repr=False)
+
+    def __repr__(self) -> str:
+        count, cost = len(self.plan.instructions), self.cost_analysis()
+        return f"<{count} instructions on {self.plan.mesh}; {cost}; see .as_text()>"
 
     def as_text(self) -> str:
         """The schedule, one line an instruction."""

@@ -5,6 +5,7 @@ underscore, or reads an attribute of a torch object that does.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -43,10 +44,15 @@ def compiling() -> Iterator[None]:
     """Make `torch.compiler.is_compiling()` answer true, as model code expects."""
     before = torch.compiler._is_compiling_flag  # public replacement: none
     torch.compiler._is_compiling_flag = True
+    # A shape that does not fit raises; torch would print it as well.
+    printing = logging.getLogger("torch._subclasses.fake_tensor")
+    level = printing.level
+    printing.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
+        printing.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -85,20 +85,26 @@ def _execute(
             _torch.unfolded_linearize(),
         ):
             return _run_functional(recorder, call, leaves)
+    except TraceError as error:
+        raise error from None
     except EditError as edit:
         raise _edit_error(call, leaves, recorder, edit) from None
     except _torch.DataDependentOutputException as error:
-        raise TraceError(READ.format(line=line_of(error.__traceback__))) from error
+        raise TraceError(READ.format(line=line_of(error.__traceback__))) from None
     except _torch.DynamicOutputShapeException as error:
         line = line_of(error.__traceback__)
-        raise TraceError(_DYNAMIC.format(line=line, op=error.func)) from error
+        raise TraceError(_DYNAMIC.format(line=line, op=error.func)) from None
     except (RecursionError, NotImplementedError) as error:
         if isinstance(error, NotImplementedError) and "HigherOrder" not in str(error):
             raise
         line = line_of(error.__traceback__)
-        raise TraceError(_CONTROL.format(line=line)) from error
+        raise TraceError(_CONTROL.format(line=line)) from None
     except RuntimeError as error:
+        if "does not have a grad_fn" in str(error):
+            line = line_of(error.__traceback__)
+            raise TraceError(_BACKWARD.format(line=line)) from None
         if not any(text in str(error) for text in _EDITS_CAPTURED):
+            error.add_note(f"in the step: {line_of(error.__traceback__)}")
             raise
         captured = EditError("a captured tensor", line_of(error.__traceback__))
         raise _edit_error(call, leaves, recorder, captured) from None
@@ -106,6 +112,10 @@ def _execute(
 
 # What functionalisation and torch.func say when a captured tensor is edited.
 _EDITS_CAPTURED = ("mutating a non-functional tensor", "mutate a captured Tensor")
+_BACKWARD = (
+    "{line}: a step is a pure function, in which there is no backward(). Write "
+    "grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)."
+)
 _CONTROL = (
     "{line}: a control-flow operator (cond, while_loop, scan, flex_attention) cannot "
     "be traced. Use torch.where for a choice between values, a Python loop for steps."

@@ -6,6 +6,7 @@ A launch costs seconds, so each one makes many checks and returns what it found.
 import datetime
 import functools
 import importlib.util
+import subprocess
 import sys
 import time
 import traceback
@@ -498,3 +499,27 @@ def test_a_rank_that_fails_in_step_2_ends_all_with_its_error() -> None:
     cause = str(caught.value).partition("Failed later")[0]
     assert "rank 1 of 2 raised" in cause
     assert "ValueError: the data loader of rank 1" in cause
+
+
+# --- torchrun -------------------------------------------------------------------------
+
+SCRIPT = """
+import os, torch, yafsdp_fn as yf
+mesh = yf.make_mesh(fsdp=int(os.environ["WORLD_SIZE"]), device_type="cpu")
+step = yf.shard(lambda params, batch: (params - batch.mean(0), batch.sum()))
+params = yf.distribute(torch.ones(5), mesh)
+for _ in range(3):
+    params, total = step(params, torch.ones(6, 5))
+print(yf.full(params).tolist(), total.item())
+"""
+
+
+def test_torchruns_processes_end_well_without_a_word_about_it(tmp_path: Path) -> None:
+    script = tmp_path / "step.py"
+    script.write_text(SCRIPT)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [*torchrun, str(script)], capture_output=True, text=True, timeout=120
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("[-2.0, -2.0, -2.0, -2.0, -2.0] 30.0") == 2

@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import gc
 import inspect
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -750,3 +752,16 @@ def test_a_call_that_fails_donates_nothing() -> None:
     with pytest.raises(yf.TraceError):
         yf.shard(step, donate_argnums=0)(params, X)
     assert_same(params, {"w": W})
+
+
+def test_a_program_keeps_no_argument_alive() -> None:
+    mesh = mesh_of(2)
+    sharded = yf.shard(lambda params, batch: {"w": params["w"] * batch.sum()})
+    params, batch = yf.distribute({"w": W}, mesh), X.clone()
+    kept = [weakref.ref(params["w"]), weakref.ref(batch)]
+    sharded(params, batch)
+    lowered = sharded.lower(params, batch)
+    del params, batch
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
+    assert lowered.cost_analysis()["all_gathers"] == 0

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
@@ -10,6 +10,7 @@ import torch
 
 from ._capture import SCALARS
 from ._errors import ArgumentError
+from ._torch import without_memory
 from ._tree import flatten, flatten_with_paths, unflatten
 
 Names = int | str | Iterable[int | str] | None
@@ -67,6 +68,11 @@ class Call:
     def owners(self) -> list[str]:
         """The parameter that each leaf belongs to."""
         return [n for n, spec in self.specs.items() for _ in range(spec.num_leaves)]
+
+    def without_memory(self) -> "Call":
+        """The same call on tensors that hold none, to be kept with a program."""
+        leaves = [without_memory(leaf) for leaf in self.leaves]
+        return replace(self, bound=self.with_leaves(leaves), leaves=leaves)
 
     def opaque(self) -> list[Any]:
         """Static values with an inside: functions, configurations, tuples."""

@@ -121,7 +121,7 @@ class Recorder(_torch.TracerMode):
         fake = func(real)
         ref = self._number(fake)
         assert ref is not None
-        self.inputs.append(Input(ref, "constant", "constant", real, real))
+        self.inputs.append(Input(ref, "constant", "constant", real, None))
         return fake
 
     def add_input(
@@ -135,7 +135,9 @@ class Recorder(_torch.TracerMode):
             )
         ref = self._number(fake)
         assert ref is not None
-        self.inputs.append(Input(ref, path, role, source, example))
+        self.inputs.append(
+            Input(ref, path, role, source, _torch.without_memory(example))
+        )
         return fake
 
     def _refuse_edit(self, func: Any, args: Any, kwargs: Any, line: str) -> None:

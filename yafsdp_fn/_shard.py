@@ -182,7 +182,7 @@ class ShardedFunction(Generic[Parameters, Returned]):
             graph,
             mesh,
             self._schedule,
-            call,
+            call.without_memory(),
             key,
             held,
             self._match,

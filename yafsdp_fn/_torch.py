@@ -217,6 +217,18 @@ def make_dtensor(
     return cls(local, spec, requires_grad=False)
 
 
+def without_memory(leaf: Any) -> Any:
+    """A tensor of the same kind, shape and placement that holds no memory."""
+    if isinstance(leaf, DTensor):
+        local = torch.empty((0,), dtype=leaf.dtype, device="meta")
+        shape, stride = leaf.shape, leaf.stride()
+        return make_dtensor(local, leaf.device_mesh, leaf.placements, shape, stride)
+    if isinstance(leaf, torch.Tensor):
+        shape, stride = leaf.shape, leaf.stride()
+        return torch.empty_strided(shape, stride, dtype=leaf.dtype, device="meta")
+    return leaf
+
+
 def local_part(tensor: DTensor) -> torch.Tensor:
     """A DTensor's shard. Public replacement: `to_local()`, slower under autograd."""
     return tensor._local_tensor

@@ -597,6 +597,21 @@ def test_a_frozen_leaf_is_gathered_and_never_reduced() -> None:
     assert sorted(s for k, s in shapes if k == "reduce_scatter") == [(2, 4), (5, 2)]
 
 
+def test_the_gradient_of_a_product_of_thin_factors_is_not_reduced() -> None:
+    def step(base: Tree, factors: Tree, batch: torch.Tensor) -> Any:
+        def loss(f: Tree) -> torch.Tensor:
+            return (batch @ (base["w"] + f["a"] @ f["b"]).T).square().mean()
+
+        grads = grad(loss)(factors)
+        return base, {k: factors[k] - 0.1 * g for k, g in grads.items()}
+
+    factors = {"a": normal(16, 2), "b": normal(2, 12)}
+    case = step, {"w": normal(16, 12)}, factors, normal(8, 12)
+    agree(*case, world=3)
+    reduced = [m.shape for k, m in moved(lowered(case, 4)) if k == "reduce_scatter"]
+    assert sorted(reduced) == [(2, 12), (16, 2)]
+
+
 def test_bfloat16_is_gathered_and_float32_is_reduced() -> None:
     dtypes = {(k, m.dtype) for k, m in moved(lowered(bfloat16_compute(), 4))}
     assert ("all_gather", torch.bfloat16) in dtypes

@@ -215,8 +215,13 @@ PRODUCTS: Samples = {
         call(x(5, 0), x(0, 3)),
         call(x(7, 5).T, x(3, 7).T),
         call(z(5, 7), z(7, 3)),
+        call(x(9, 10), x(10, 2)),  # thin enough that a pending factor stays pending
     ],
-    aten.bmm.default: [call(x(3, 5, 7), x(3, 7, 2)), call(x(1, 5, 6), x(1, 6, 5))],
+    aten.bmm.default: [
+        call(x(3, 5, 7), x(3, 7, 2)),
+        call(x(1, 5, 6), x(1, 6, 5)),
+        call(x(3, 9, 10), x(3, 10, 2)),
+    ],
     aten.mv.default: [call(x(5, 7), x(7))],
     aten.dot.default: [call(x(7), x(7)), call(z(7), z(7))],
     aten.vdot.default: [call(z(7), z(7))],

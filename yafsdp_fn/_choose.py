@@ -60,7 +60,10 @@ def linear_choices(
     pending = {n for n, v in enumerate(operands) if pends(v, axis)}
     others = [v for n, v in enumerate(operands) if n not in pending]
     sums = all(operands[n].placements[axis] == SUM for n in pending)
-    whole = all(v.is_free or v.placements[axis] == WHOLE for v in others)
+    whole = all(
+        v.is_free or v.placements[axis] == WHOLE or (is_product(rule) and not v.batch)
+        for v in others
+    )
     if sums and whole and _is_small(rule, operands):
         for group in rule.linear:
             if pending <= group:
@@ -163,8 +166,20 @@ def _split_result(
     return Pending(rule.reduce[factor]) if factor in rule.reduce else None
 
 
+def is_product(rule: Sharding) -> bool:
+    """Whether an operator sums products of two operands."""
+    return len(rule.inputs) == 2 and bool(rule.reduce)
+
+
 def _is_small(rule: Sharding, operands: Sequence[Value]) -> bool:
-    """Whether a pending result is no larger than the pending operands."""
+    """Whether a pending result is no larger than the pending operands.
+
+    A product must be much smaller, together with the factor that is gathered for it: as
+    the gradients of two thin factors are against that of their product.
+    """
     pending = sum(v.meta.numel for v in operands if v.is_pending)
     result = sum(rule.numel(dims) for dims in rule.outputs if dims is not None)
-    return result <= max(pending, 1)
+    if not is_product(rule):
+        return result <= max(pending, 1)
+    others = sum(v.meta.numel for v in operands if not v.is_pending)
+    return 2 * result <= pending and result + others <= pending

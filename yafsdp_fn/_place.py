@@ -13,7 +13,6 @@ those that small replicated values go into, element by element: random bits of a
 """
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,13 +76,16 @@ def place(
 class _Placer(Versions):
     expressible: Callable[[Placements, Meta], bool] = lambda placements, meta: True
     inputs: list[Value] = field(default_factory=list)
-    uses: Counter[int] = field(default_factory=Counter)
+    readers: dict[int, list[Node | None]] = field(default_factory=dict)  # None: output
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for node in self.graph.nodes:
-            self.uses.update({ref.id for ref in refs((node.args, node.kwargs))})
-        self.uses.update(r.id for o in self.graph.outputs for r in refs(o.value))
+            for number in {ref.id for ref in refs((node.args, node.kwargs))}:
+                self.readers.setdefault(number, []).append(node)
+        for output in self.graph.outputs:
+            for ref in refs(output.value):
+                self.readers.setdefault(ref.id, []).append(None)
 
     # --- values ---
 
@@ -116,8 +118,20 @@ class _Placer(Versions):
         results = self.compute(node, site, rule, operands)
         for ref, value in zip(filter(None, node.outputs), results, strict=True):
             self.current[ref.id] = value
-            if value.is_pending and self.uses[ref.id] > 1:
+            if value.is_pending and not self.waits(ref, value):
                 self.current[ref.id] = self.resolve(value)
+
+    def waits(self, ref: Ref, value: Value) -> bool:
+        """Whether a pending value is better reduced at its use than where it is made.
+
+        So it is for one use, and for several that are smaller together.
+        """
+        readers = self.readers.get(ref.id, [])
+        if len(readers) <= 1:
+            return True
+        products = [n for n in readers if n is not None and _rules.is_product(n.op)]
+        made = (self.graph.metas[r.id].numel for n in products for r in refs(n.outputs))
+        return len(products) == len(readers) and sum(made) <= value.meta.numel
 
     def can_wait(self, node: Node, operands: Sequence[Value]) -> bool:
         """Whether to make a value only once it is known which part of it is wanted.

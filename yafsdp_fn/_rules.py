@@ -13,6 +13,7 @@ from . import _rule_layers as layers
 from . import _rule_lookups as lookups
 from . import _rule_views as views
 from ._rule_kinds import (
+    EITHER,
     Rule,
     Site,
     along,
@@ -42,6 +43,11 @@ def is_elementwise(op: Any) -> bool:
     return rule is pointwise or (rule is None and torch.Tag.pointwise in op.tags)
 
 
+def is_product(op: Any) -> bool:
+    """Whether an operator is a matrix product."""
+    return op in (aten.mm.default, aten.bmm.default, aten.mv.default)
+
+
 def is_local(op: Any) -> bool:
     """Whether an operator takes no more work in parts than in one piece."""
     return is_elementwise(op) or op in VIEWS or op in _JOINS
@@ -49,9 +55,9 @@ def is_local(op: Any) -> bool:
 
 RULES: dict[Any, Rule] = {
     # matrix products
-    aten.mm.default: pattern("m k, k n -> m n"),
-    aten.bmm.default: pattern("b m k, b k n -> b m n"),
-    aten.mv.default: pattern("m k, k -> m"),
+    aten.mm.default: pattern("m k, k n -> m n", linear=EITHER),
+    aten.bmm.default: pattern("b m k, b k n -> b m n", linear=EITHER),
+    aten.mv.default: pattern("m k, k -> m", linear=EITHER),
     aten.dot.default: pattern("k, k ->"),
     aten.vdot.default: pattern("k, k ->"),
     aten.addmm.default: lambda site: layers.added_product(site, "m n", "m k, k n"),

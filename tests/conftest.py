@@ -1,6 +1,9 @@
 """Options and hypothesis profiles of the test suite."""
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 # Both profiles draw the same examples in every run, on every machine.
@@ -11,6 +14,15 @@ _COMMON = {
 }
 settings.register_profile("quick", max_examples=100, **_COMMON)
 settings.register_profile("thorough", max_examples=1500, **_COMMON)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other cost more than small operands do."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,6 +1,10 @@
 """What the tests share: meshes in this process, and the library's own comparison."""
 
+import functools
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,6 +13,7 @@ import yafsdp_fn as yf
 from yafsdp_fn.testing import assert_agrees
 from yafsdp_fn.testing._compare import Tolerance, first_difference
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_llama.py"
 WORLDS = (1, 2, 3, 4)
 MESHES = ((2, 2), (4, 1), (1, 4), (1, 1))
 
@@ -18,6 +23,18 @@ def mesh_of(world: int | tuple[int, int]) -> DeviceMesh:
     if isinstance(world, int):
         return yf.make_mesh(fsdp=world, emulate=True)
     return yf.make_mesh(replicate=world[0], fsdp=world[1], emulate=True)
+
+
+@functools.cache
+def llama() -> Any:
+    """The example as a module; nothing runs at its import."""
+    spec = importlib.util.spec_from_file_location("train_llama", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def assert_same(found: Any, wanted: Any, rtol: float | None = None) -> None:

@@ -1,22 +1,17 @@
 """The Llama of the examples: what its step communicates, and that it is right."""
 
 import functools
-import importlib.util
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
-from support import assert_same, mesh_of
+from support import assert_same, llama, mesh_of
 from torch.func import grad_and_value
 
 import yafsdp_fn as yf
 from yafsdp_fn._program import Transfer
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_llama.py"
 
 Case = tuple[Any, bool, int]
 CASES: list[Case] = [  # mesh, tied embedding, rows of the batch
@@ -27,18 +22,6 @@ CASES: list[Case] = [  # mesh, tied embedding, rows of the batch
     ((2, 2), True, 8),
     ((2, 2), False, 10),
 ]
-
-
-@functools.cache
-def llama() -> Any:
-    """The example as a module; nothing runs at its import."""
-    spec = importlib.util.spec_from_file_location("train_llama", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def config(tied: bool, rows: int) -> Any:

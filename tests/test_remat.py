@@ -1,11 +1,8 @@
 """remat: the values and gradients of the function, with its inputs as all it saves."""
 
 import functools
-import importlib.util
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import optree
@@ -14,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import agree, assert_same, mesh_of
+from support import agree, assert_same, llama, mesh_of
 from test_cases import normal
 from torch.func import (
     functional_call,
@@ -445,20 +442,7 @@ def test_a_name_has_no_meaning_outside_of_remat() -> None:
 
 # --- the schedule ---------------------------------------------------------------------
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_llama.py"
 LAYERS, RANKS, ROWS, CONTEXT, WIDTH = 12, 2, 4, 32, 16
-
-
-@functools.cache
-def llama() -> Any:
-    """The example as a module; nothing runs at its import."""
-    spec = importlib.util.spec_from_file_location("train_llama", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def llama_config(layers: int) -> Any:

@@ -42,6 +42,8 @@ from yafsdp_fn._rule_kinds import FIRST, Site, pattern, reduction
 from yafsdp_fn._sharding import Sharding
 from yafsdp_fn._torch import TorchDispatchMode, get_decompositions
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 aten = torch.ops.aten
 MESHES = ((2,), (3,), (4,), (2, 2))
 
@@ -966,15 +968,6 @@ def describe(sample: Sample) -> str:
 
 
 # --- every rule -----------------------------------------------------------------------
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other cost more than these small operands do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def ruled(op: Any) -> Iterator[tuple[Sample, Sharding]]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import inspect
 import math
@@ -765,3 +766,14 @@ def test_a_program_keeps_no_argument_alive() -> None:
     gc.collect()
     assert [ref() for ref in kept] == [None, None]
     assert lowered.cost_analysis()["all_gathers"] == 0
+
+
+def test_a_partial_without_a_name_is_a_step_too() -> None:
+    step = functools.partial(
+        lambda scale, params, batch: params * scale * batch.sum(), 2
+    )
+    with pytest.raises(yf.ArgumentError, match="no mesh"):
+        yf.shard(step)(W, X)
+    assert_same(yf.shard(step, mesh=mesh_of(2))(W, X), step(W, X))
+    loss = functools.partial(lambda scale, p, batch: (p * scale).sum() * batch.sum(), 2)
+    assert_same(grad(yf.shard(loss, mesh=mesh_of(2)))(W, X), grad(loss)(W, X))

@@ -1,7 +1,6 @@
 """The zoo: every model trains as it does unsharded, and moves only what it must."""
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import optree
@@ -12,6 +11,8 @@ from zoo import ZOO
 
 import yafsdp_fn as yf
 from yafsdp_fn._program import Adjust, Compute, Start, Transfer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 World = int | tuple[int, int]
 SETTINGS: list[tuple[World, int]] = [(2, 8), (3, 7), ((2, 2), 7)]  # mesh, rows
@@ -25,15 +26,6 @@ GATHERING = {
     # In each of two layers an edge looks up nodes of other ranks, and their gradients.
     "graph_network": {"aten.index.Tensor": 2, "aten.index_select.default": 2},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads that wait for each other cost more than these small models do."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(("world", "rows"), SETTINGS, ids=str)

@@ -30,6 +30,11 @@ class Signature:
     static: frozenset[str]
     donate: frozenset[str]
 
+    @property
+    def name(self) -> str:
+        """What errors call the step."""
+        return name_of(self.fn)
+
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> "Call":
         """Match a call's arguments to the parameters.
 
@@ -179,7 +184,7 @@ def signature_of(
     for first, second, words in ((chosen, fixed, "batch"), (given, fixed, "donate")):
         if both := first & second:
             raise ArgumentError(
-                f"parameter {min(both)!r} of {_name(fn)} is named in static_argnums "
+                f"parameter {min(both)!r} of {name_of(fn)} is named in static_argnums "
                 f"and in {words}_argnums; leave it in one of them."
             )
     return Signature(fn, signature, chosen, fixed, given)
@@ -208,10 +213,11 @@ def _parameter(
     if isinstance(item, int) and -len(parameters) <= item < len(parameters):
         return parameters[item]
     raise ArgumentError(
-        f"{option}: {_name(fn)} has no parameter {item!r}; it has "
+        f"{option}: {name_of(fn)} has no parameter {item!r}; it has "
         f"{', '.join(f'{i} {p!r}' for i, p in enumerate(parameters)) or 'none'}."
     )
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def name_of(fn: Callable[..., Any]) -> str:
+    """A function's name; a callable without one is shown."""
     return getattr(fn, "__qualname__", repr(fn))

@@ -25,7 +25,7 @@ from ._mesh import (
     to_torch,
 )
 from ._tree import flatten, flatten_with_paths, map_with_paths, unflatten
-from ._world import EmulatedWorld, World, assemble, world_of
+from ._world import World, assemble, world_of
 
 TorchPlacements = Sequence[TorchPlacement]
 Choose = Callable[[str, torch.Tensor], TorchPlacements | None]
@@ -166,16 +166,10 @@ def _full_leaf(path: str, leaf: Any) -> Any:
     if not isinstance(leaf, DTensor):
         return leaf
     if is_emulated(leaf.device_mesh):
-        whole = _assembled(leaf)
+        whole = assemble(leaf)
     else:
         whole = cast(DTensor, leaf.detach()).full_tensor()
     return with_stride(whole, leaf.stride())
-
-
-def _assembled(leaf: DTensor) -> torch.Tensor:
-    mesh = leaf.device_mesh
-    placed = from_torch(leaf.placements, leaf.shape, axis_sizes(mesh), "the leaf")
-    return assemble(EmulatedWorld(mesh), leaf, placed)
 
 
 def with_stride(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -295,24 +295,26 @@ def part_of(
     return tensor
 
 
-def mesh_of(leaves: Sequence[Any], paths: Sequence[str]) -> DeviceMesh | None:
+def mesh_of(
+    leaves: Sequence[Any], paths: Callable[[], Sequence[str]]
+) -> DeviceMesh | None:
     """The one mesh of all DTensors among the leaves, or None if there is no DTensor.
+
+    `paths` names the leaves; it is called for an error alone.
 
     Raises:
         ArgumentError: Two DTensors lie on different meshes.
     """
-    found: tuple[str, DeviceMesh] | None = None
-    for path, leaf in zip(paths, leaves, strict=True):
-        if isinstance(leaf, DTensor):
-            mesh = leaf.device_mesh
-            if found is None:
-                found = (path, mesh)
-            elif not same_mesh(found[1], mesh):
-                raise ArgumentError(
-                    f"{found[0]} lies on the mesh {found[1]} and {path} on {mesh}. Put "
-                    "all of them on one: yf.distribute(yf.full(tree), mesh)."
-                )
-    return found[1] if found else None
+    found = [(n, x.device_mesh) for n, x in enumerate(leaves) if isinstance(x, DTensor)]
+    for position, mesh in found[1:]:
+        first, other = found[0]
+        if mesh is not other and not same_mesh(other, mesh):
+            names = paths()
+            raise ArgumentError(
+                f"{names[first]} lies on the mesh {other} and {names[position]} on "
+                f"{mesh}. Put all of them on one: yf.distribute(yf.full(tree), mesh)."
+            )
+    return found[0][1] if found else None
 
 
 def same_mesh(first: DeviceMesh, second: DeviceMesh) -> bool:

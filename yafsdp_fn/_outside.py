@@ -167,7 +167,7 @@ def pullback(step: Signature) -> Callable[..., list[torch.Tensor]]:
     first = inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY)
     parameters = [first, *step.signature.parameters.values()]
     gradients.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    gradients.__qualname__ = f"the gradient of {step.fn.__qualname__}"
+    gradients.__qualname__ = f"the gradient of {step.name}"
     return gradients
 
 

@@ -20,16 +20,8 @@ from typing import Any
 from . import _rules
 from ._choose import choose, linear_choices, pends
 from ._graph import Graph, Node, Ref, refs
-from ._layout import (
-    Meta,
-    Placements,
-    Split,
-    covers,
-)
-from ._placed import (
-    Placed,
-    Value,
-)
+from ._layout import Meta, Placements, Split, covers
+from ._placed import Placed, Value
 from ._rule_kinds import Site
 from ._schedule import Schedule
 from ._sharding import Sharding
@@ -72,9 +64,9 @@ def place(
     return placer.finish(finals)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Placer(Versions):
-    expressible: Callable[[Placements, Meta], bool] = lambda placements, meta: True
+    expressible: Callable[[Placements, Meta], bool]
     inputs: list[Value] = field(default_factory=list)
     readers: dict[int, list[Node | None]] = field(default_factory=dict)  # None: output
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ._arguments import name_of
 from ._capture import captures
 from ._errors import TraceError
 from ._torch import is_traced
@@ -24,7 +25,7 @@ def checked_purity(fn: Callable[..., Any]) -> Iterator[None]:
     """
     before = _generators()
     yield
-    name = getattr(fn, "__qualname__", "the step")
+    name = name_of(fn)
     if before != _generators():
         raise TraceError(
             f"{name} draws from Python's or NumPy's random generator; every call would "

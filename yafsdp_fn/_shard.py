@@ -8,7 +8,6 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ._arguments import Call, Names, signature_of
 from ._boundary import placed_key
@@ -127,19 +126,19 @@ class ShardedFunction(Generic[Parameters, Returned]):
 
     def _mesh_for(self, call: Call, captured: Captures) -> DeviceMesh:
         """The mesh of the arguments, which must be the one that was given, if any."""
-        leaves = [*call.leaves, *captured.tensors]
-        known = any(isinstance(leaf, DTensor) for leaf in leaves)
-        names = call.paths() + ["captured"] * len(captured.tensors) if known else []
-        found = mesh_of(leaves, names) if known else None
+        found = mesh_of(
+            [*call.leaves, *captured.tensors],
+            lambda: call.paths() + ["captured"] * len(captured.tensors),
+        )
         if found is None and self._mesh is None:
             raise ArgumentError(
-                f"{self._fn.__qualname__}: all arguments are plain tensors and no mesh "
+                f"{self._signature.name}: all arguments are plain tensors and no mesh "
                 "is given. Put the state on one, yf.distribute(params, mesh), or write "
                 "@yf.shard(mesh=mesh)."
             )
         if found is not None and self._mesh and not same_mesh(found, self._mesh):
             raise ArgumentError(
-                f"the arguments lie on {found}, but {self._fn.__qualname__} was "
+                f"the arguments lie on {found}, but {self._signature.name} was "
                 f"sharded for {self._mesh}. Distribute them on that mesh, or leave "
                 "out mesh=."
             )
@@ -209,14 +208,10 @@ def _trace(call: Call, captured: Captures, live_floats: bool) -> Graph:
         graph = trace(call, captured, live_floats)
     if not any(isinstance(output.value, Ref) for output in graph.outputs):
         raise ArgumentError(
-            f"{_name(call)} returns no tensor, so there is nothing to compute. Return "
-            "its new state and metrics: `return params, opt_state, metrics`."
+            f"{call.signature.name} returns no tensor, so there is nothing to compute. "
+            "Return its new state and metrics: `return params, opt_state, metrics`."
         )
     return graph
-
-
-def _name(call: Call) -> str:
-    return getattr(call.signature.fn, "__qualname__", "the step")
 
 
 @contextmanager
@@ -258,9 +253,9 @@ def _refuse(call: Call, captured: Captures) -> None:
     for tensor in captured.tensors:
         if is_functorch_wrapped(tensor) or tensor.grad_fn is not None:
             raise ArgumentError(
-                f"{_name(call)} closes over a tensor of shape {tuple(tensor.shape)} "
-                "that is being differentiated. Pass it as an argument, so that its "
-                "gradient can be sharded; or detach it."
+                f"{call.signature.name} closes over a tensor of shape "
+                f"{tuple(tensor.shape)} that is being differentiated. Pass it as an "
+                "argument, so that its gradient can be sharded; or detach it."
             )
 
 

@@ -168,21 +168,21 @@ class Compiled:
         call, captured, key = traced.bind(args, kwargs)
         if key != traced.key:
             raise ArgumentError(
-                f"{_name(call)} was compiled for arguments of another structure, "
-                "shape, dtype or placement, or for other static or captured values. "
-                "Lower and compile it for these, or call the sharded function, which "
-                "does so by itself."
+                f"{call.signature.name} was compiled for arguments of another "
+                "structure, shape, dtype or placement, or for other static or captured "
+                "values. Lower and compile it for these, or call the sharded function, "
+                "which does so by itself."
             )
         return self.execute(call, captured)
 
     def execute(self, call: Call, captured: Captures) -> Any:
         """Execute on arguments that are bound already."""
         traced, results = self.lowered.traced, self.lowered.results
-        refuse_shared_donations(call, self.world)
         entries = zip(traced.graph.inputs, self.lowered.inputs, strict=True)
         parts = [input_part(e, p, call, captured, self.world) for e, p in entries]
+        refuse_shared_donations(call, self.world)
         made = self.executor(parts)
-        donate(call, results, made, self.world, _name(call))
+        donate(call, results, made, self.world, call.signature.name)
         leaves = result_leaves(results, made, call, self.world, traced.mesh)
         return unflatten(traced.graph.spec, leaves)
 
@@ -202,7 +202,3 @@ class Compiled:
     def plan(self) -> Program:
         """The program."""
         return self.lowered.plan
-
-
-def _name(call: Call) -> str:
-    return getattr(call.signature.fn, "__qualname__", "the step")

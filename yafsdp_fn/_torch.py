@@ -242,6 +242,3 @@ def set_local_part(tensor: DTensor, local: torch.Tensor) -> None:
 def per_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
     """The shards of all emulated ranks."""
     return local._local_tensors
-
-
-Decompositions = dict[Any, Callable[..., Any]]

@@ -153,9 +153,7 @@ class EmulatedTensor(DTensor):
 
     def full_tensor(self, **_: Any) -> torch.Tensor:
         """The full value, without communication."""
-        sizes = tuple(self.device_mesh.shape)
-        placed = from_torch(self.placements, self.shape, sizes, "the tensor")
-        return assemble(EmulatedWorld(self.device_mesh), self, placed)
+        return assemble(self)
 
 
 class EmulatedWorld:
@@ -211,10 +209,11 @@ def _apart(part: list[torch.Tensor]) -> list[torch.Tensor]:
     return made
 
 
-def assemble(
-    world: EmulatedWorld, tensor: DTensor, placements: Placements
-) -> torch.Tensor:
-    """The full value of a DTensor, written together from the shards of all ranks."""
+def assemble(tensor: DTensor) -> torch.Tensor:
+    """The full value of an emulated DTensor, written together from all shards."""
+    world = EmulatedWorld(tensor.device_mesh)
+    sizes = tuple(tensor.device_mesh.shape)
+    placements = from_torch(tensor.placements, tensor.shape, sizes, "the tensor")
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     shards = world.part(tensor, placements)
     for coordinate, shard in zip(world.coordinates, shards, strict=True):

@@ -49,7 +49,7 @@ Heads = Float[Tensor, "batch heads context head_size"]
 Logits = Float[Tensor, "batch context vocabulary"]
 
 
-def option(default: int | float | bool, help: str) -> Any:
+def option(default: int | float | bool | str, help: str) -> Any:
     """A field of `Config` that is also an option of the command line."""
     return dataclasses.field(default=default, metadata={"help": help})
 
@@ -74,6 +74,10 @@ class Config:
     seed: int = option(0, "seed of parameters, batches and sample")
 
     @property
+    def vocabulary(self) -> int:
+        return VOCABULARY
+
+    @property
     def head_size(self) -> int:
         return self.width // self.heads
 
@@ -95,12 +99,12 @@ def init_params(config: Config) -> Tree:
         return weight * (scale / columns**0.5)
 
     params = {
-        "embedding": normal(VOCABULARY, config.width),
+        "embedding": normal(config.vocabulary, config.width),
         "layers": [init_layer(config, normal) for _ in range(config.layers)],
         "norm": torch.ones(config.width),
     }
     if not config.tied:
-        params["unembedding"] = normal(VOCABULARY, config.width)
+        params["unembedding"] = normal(config.vocabulary, config.width)
     return params
 
 
@@ -133,7 +137,8 @@ def rotary(x: Heads) -> Heads:
     angle = torch.outer(torch.arange(context), frequency)
     first, second = x.chunk(2, dim=-1)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+    turned = torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
+    return turned.to(x.dtype)  # the angles are float32, features may be bfloat16
 
 
 def attention(layer: Tree, x: Hidden, config: Config) -> Hidden:
@@ -156,12 +161,16 @@ def swiglu(layer: Tree, x: Hidden) -> Hidden:
     return F.linear(gated, layer["down"])
 
 
+def transformer_layer(layer: Tree, x: Hidden, config: Config) -> Hidden:
+    x = x + attention(layer, rms_norm(x, layer["attention_norm"]), config)
+    return x + swiglu(layer, rms_norm(x, layer["mlp_norm"]))
+
+
 def forward(params: Tree, tokens: Tokens, config: Config) -> Logits:
     """What the model expects after each byte."""
     x = F.embedding(tokens, params["embedding"])
     for layer in params["layers"]:
-        x = x + attention(layer, rms_norm(x, layer["attention_norm"]), config)
-        x = x + swiglu(layer, rms_norm(x, layer["mlp_norm"]))
+        x = transformer_layer(layer, x, config)
     unembedding = params["embedding" if config.tied else "unembedding"]
     return F.linear(rms_norm(x, params["norm"]), unembedding)
 
@@ -376,20 +385,21 @@ def describe_step(lowered: Any) -> str:
 # -- Command line ------------------------------------------------------------------
 
 
-def parse_arguments() -> Config:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for field in dataclasses.fields(Config):
+def parse_arguments(config_type: type[Any], description: str) -> Any:
+    """An instance of a dataclass whose fields are made by `option`."""
+    parser = argparse.ArgumentParser(description=description)
+    for field in dataclasses.fields(config_type):
         flag = "--" + field.name.replace("_", "-")
         text = f"{field.metadata['help']} (default: {field.default})"
         kind: dict[str, Any] = {"type": field.type}
         if field.type is bool:
             kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(flag, default=field.default, help=text, **kind)
-    return Config(**vars(parser.parse_args()))
+    return config_type(**vars(parser.parse_args()))
 
 
 def main() -> None:
-    config = parse_arguments()
+    config = parse_arguments(Config, __doc__.splitlines()[0])
     if config.emulate or "RANK" in os.environ:  # torchrun has started the ranks
         train(config)
     else:

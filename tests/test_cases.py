@@ -676,7 +676,9 @@ def summed_over_parts() -> Case:
 def test_gradients_of_parts_may_be_reduced_each(world: Any) -> None:
     counts = {}
     for reduce in ("once", "each"):
-        sharded = agree(*summed_over_parts(), world=world, schedule=yf.Schedule(reduce))
+        sharded = agree(
+            *summed_over_parts(), world=world, schedule=yf.Schedule(reduce=reduce)
+        )
         params = yf.distribute({"w": normal(5, 4), "b": normal(5)}, mesh_of(world))
         transfers = sharded.lower(params, normal(8, 4)).plan.transfers()
         counts[reduce] = sum(t.kind == "reduce_scatter" for t in transfers)

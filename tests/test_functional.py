@@ -439,7 +439,7 @@ def test_a_language_model_has_no_unplanned_collective(kind: str) -> None:
     stage = sharded.lower(params, buffers, batch)
     assert stage.cost_analysis()["unplanned_collectives"] == 0
     gathers = [t for t in stage.plan.transfers() if t.kind == "all_gather"]
-    counts = Counter(t.label for t in gathers for _ in t.sources)
+    counts = Counter(label for t in gathers for label in t.labels)
     assert set(counts.values()) <= {1, 2}
     assert sum(label.startswith("params") for label in counts) == len(
         optree.tree_leaves(params)

@@ -6,6 +6,7 @@ A launch costs seconds, so each one makes many checks and returns what it found.
 import datetime
 import functools
 import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -292,8 +293,12 @@ def check_trees() -> None:
 # --- all of it in one launch ---
 
 
-def report(world: World, other: Callable[[], None]) -> dict[str, str]:
-    """All steps on one world, with and without donation, and one more check."""
+def report(world: World, near: bool, other: Callable[[], None]) -> dict[str, str]:
+    """All steps on one world, with and without donation, and one more check.
+
+    Messages go through memory if ranks are `near`, else through connections.
+    """
+    os.environ["YAFSDP_FN_SHARED_MEMORY"] = str(int(near))
     found = {"other": failure_of(other)}
     for make in STEPS:
         for donate in (False, True):
@@ -303,10 +308,10 @@ def report(world: World, other: Callable[[], None]) -> dict[str, str]:
 
 
 @functools.cache
-def reports(world: World) -> list[dict[str, str]]:
+def reports(world: World, near: bool = True) -> list[dict[str, str]]:
     nprocs = world if isinstance(world, int) else world[0] * world[1]
     other = {2: check_llama, 3: check_trees}.get(nprocs, check_nothing)
-    return yf.launch(report, world, other, nprocs=nprocs)
+    return yf.launch(report, world, near, other, nprocs=nprocs)
 
 
 # --- the comparison sees what it should ---
@@ -333,13 +338,15 @@ def test_other_bits_are_found(other: Tree) -> None:
 # --- the emulation is right -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [2, 3, (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("world", "near"), [(2, True), (3, True), ((2, 2), True), (3, False)], ids=str
+)
 @pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
 @pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
 def test_processes_have_the_bits_of_the_emulation(
-    make: Callable[[], Any], donate: bool, world: World
+    make: Callable[[], Any], donate: bool, world: World, near: bool
 ) -> None:
-    for rank, found in enumerate(reports(world)):
+    for rank, found in enumerate(reports(world, near)):
         failure = found[f"{make.__name__} {donate}"]
         assert not failure, f"rank {rank}: {failure}"
 

@@ -20,8 +20,8 @@ def code_blocks(text: str) -> list[str]:
 def test_code_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     printed = capsys.readouterr().out
-    assert "all_gather over fsdp" in printed
-    assert "reduce_scatter over fsdp" in printed
+    assert "gather 0: params['w']" in printed
+    assert "reduce-scatter" in printed
 
 
 def test_code_blocks_are_found() -> None:

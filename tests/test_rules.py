@@ -19,9 +19,9 @@ from support import assert_same
 from torch import Tensor
 
 from yafsdp_fn import _rules
+from yafsdp_fn._bind import compute
 from yafsdp_fn._choose import choose, linear_choices, needs_of_result
 from yafsdp_fn._graph import Node, Ref, map_leaves, results
-from yafsdp_fn._interpret import compute
 from yafsdp_fn._layout import (
     SUM,
     WHOLE,

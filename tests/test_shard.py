@@ -295,9 +295,9 @@ def test_the_stages_can_be_stopped_at_and_read() -> None:
     assert isinstance(lowered, yf.Lowered)
     assert isinstance(compiled, yf.Compiled)
     assert "params['w']" in traced.as_text()
-    assert lowered.as_text() == compiled.as_text() == lowered.plan.as_text()
-    assert traced.lower().as_text() == lowered.as_text()
-    assert lowered.as_text().startswith("program on mesh fsdp=4")
+    assert lowered.as_text() == compiled.as_text() == traced.lower().as_text()
+    assert lowered.as_text().startswith("schedule on mesh fsdp=4")
+    assert lowered.plan.as_text().startswith("program on mesh fsdp=4")
     assert compiled.plan is lowered.plan
     assert lowered.memory_analysis() == compiled.memory_analysis()
     assert lowered.cost_analysis() == compiled.cost_analysis()

@@ -14,7 +14,7 @@ from ._stages import Traced as Traced
 from ._stages import Lowered as Lowered
 from ._stages import Compiled as Compiled
 from ._program import Program as Program
-from ._program import check as check
+from ._check import check as check
 
 # Transforms that compose with torch.func.
 from ._accumulate import accumulate as accumulate

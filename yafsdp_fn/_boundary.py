@@ -19,7 +19,7 @@ from ._errors import ArgumentError
 from ._graph import Graph, Input
 from ._layout import WHOLE, Meta, Placements, Split
 from ._mesh import axis_sizes, batch_axes, from_torch, split_on, to_torch
-from ._program import Program, owners
+from ._program import Program
 from ._torch import storage_id
 from ._world import Part, World
 
@@ -172,7 +172,7 @@ def _with_sharing(
     graph: Graph, program: Program, results: Sequence[Result]
 ) -> list[Result]:
     """Find the results that share memory with an argument or another result."""
-    owner_of = owners(program)
+    owner_of = program.owner
     sources = {r.id: e for r, e in zip(program.inputs, graph.inputs, strict=True)}
     seen: dict[int, int] = {}
     found = []
@@ -264,27 +264,35 @@ def _result_leaf(
 # --- donation -------------------------------------------------------------------------
 
 
-def refuse_shared_donations(call: Call, world: World) -> None:
-    """Refuse to donate memory that another leaf of the call holds too.
+def refuse_shared_donations(call: Call, captured: Captures, world: World) -> None:
+    """Refuse to donate memory that something else that the step reads holds too.
 
     Raises:
-        ArgumentError: Names both leaves.
+        ArgumentError: Names both.
     """
     donated = call.donated()
     if not donated:
         return
     holders: dict[int, int] = {}
-    for n, leaf in enumerate(call.leaves):
-        if isinstance(leaf, DTensor):
-            first, *_ = world.tensors(world.part(leaf, ()))
-            other = holders.setdefault(storage_id(first), n)
-            if other != n and donated & {n, other} and first.numel():
-                paths = call.paths()
-                raise ArgumentError(
-                    f"{paths[other]} and {paths[n]} share their memory, so it cannot "
-                    "be donated: results would overwrite each other. Clone one of "
-                    "them, or leave the argument out of donate_argnums."
-                )
+    leaves = [*call.leaves, *captured.tensors]
+    for n, leaf in enumerate(leaves):
+        memory = _memory_of(leaf, world)
+        other = n if memory is None else holders.setdefault(memory, n)
+        if other != n and donated & {n, other}:
+            paths = [*call.paths(), *["a captured tensor"] * len(captured.tensors)]
+            raise ArgumentError(
+                f"{paths[other]} and {paths[n]} share their memory, so it cannot "
+                "be donated: results would overwrite each other. Clone one of "
+                "them, or leave the argument out of donate_argnums."
+            )
+
+
+def _memory_of(leaf: Any, world: World) -> int | None:
+    """What tells memory apart that a leaf holds in this process, if any."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    held = world.tensors(world.part(leaf, ()))[0] if isinstance(leaf, DTensor) else leaf
+    return storage_id(held) if held.numel() else None
 
 
 def donate(

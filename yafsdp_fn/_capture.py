@@ -134,12 +134,12 @@ def _of_container(value: Any) -> Iterable[Any]:
 def _of_function(fn: types.FunctionType) -> Iterator[Any]:
     """Closure, defaults, and the globals that the code names."""
     yield getattr(fn, "__wrapped__", None)
-    if fn.__module__.partition(".")[0] == "torch":
+    if (fn.__module__ or "").partition(".")[0] == "torch":
         return
     yield from (_cell(cell) for cell in fn.__closure__ or ())
     yield from fn.__defaults__ or ()
     yield from (fn.__kwdefaults__ or {}).values()
-    if not _is_installed(fn.__module__):
+    if not _is_installed(fn.__module__ or ""):
         yield from _named(vars_of=fn.__globals__, names=_names(fn.__code__))
 
 

@@ -5,142 +5,19 @@ transfer is: asynchronous collectives between processes, or an exchange between 
 that all live here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ._collectives import exchange, in_order, start
-from ._errors import ProgramError
-from ._graph import Ref, map_leaves, results
-from ._layout import interval
-from ._placed import Slice
-from ._program import Adjust, Compute, Free, Program, Start, Transfer, Wait, bind
-
-Environment = dict[int, torch.Tensor]
-Action = Callable[[Environment], None]
-
-# --- computing on one rank ------------------------------------------------------------
-
-
-def compute(instruction: Compute, coordinate: Sequence[int]) -> Action:
-    """A compute instruction as a function of the environment of a rank."""
-    args, kwargs = bind((list(instruction.args), dict(instruction.kwargs)), coordinate)
-    op, outputs = instruction.op, instruction.outputs
-    slots = [(n, arg.id) for n, arg in enumerate(args) if isinstance(arg, Ref)]
-    if len(slots) < len(instruction.reads):
-        return _nested(op, args, kwargs, outputs)
-    targets = [None if ref is None else ref.id for ref in outputs]
-
-    def action(values: Environment) -> None:
-        filled = list(args)
-        for position, number in slots:
-            filled[position] = values[number]
-        _store(values, targets, op(*filled, **kwargs))
-
-    return action
-
-
-def _nested(op: Any, args: Any, kwargs: Any, outputs: Sequence[Ref | None]) -> Action:
-    """The same for tensors inside of lists or keyword arguments."""
-    targets = [None if ref is None else ref.id for ref in outputs]
-
-    def action(values: Environment) -> None:
-        filled, named = map_leaves(
-            lambda leaf: values[leaf.id] if isinstance(leaf, Ref) else leaf,
-            (args, kwargs),
-        )
-        _store(values, targets, op(*filled, **named))
-
-    return action
-
-
-def _store(values: Environment, targets: Sequence[int | None], out: Any) -> None:
-    made = (out,) if isinstance(out, torch.Tensor) else results(out)
-    for target, tensor in zip(targets, made, strict=True):
-        if target is not None:
-            values[target] = tensor
-
-
-def adjust(program: Program, instruction: Adjust, coordinate: Sequence[int]) -> Action:
-    """A cut that moves nothing, as a function of the environment of a rank."""
-    move, source, target = (
-        instruction.move,
-        instruction.source.id,
-        instruction.target.id,
-    )
-    if isinstance(move, Slice):
-        value = program.values[target]
-        size = value.meta.shape[move.dim]
-        before = program.values[source].placements
-        first, _ = interval(size, move.dim, before, coordinate)
-        begin, end = interval(size, move.dim, value.placements, coordinate)
-
-        def cut(values: Environment) -> None:
-            whole = values[source]
-            values[target] = whole.narrow(move.dim, begin - first, end - begin)
-
-        return cut
-    keeps = coordinate[move.axis] == 0
-
-    def keep(values: Environment) -> None:
-        whole = values[source]
-        values[target] = whole if keeps else torch.zeros_like(whole)
-
-    return keep
-
-
-def free(instruction: Free) -> Action:
-    """Drop values, so that their memory can be used again."""
-    numbers = [ref.id for ref in instruction.values]
-
-    def action(values: Environment) -> None:
-        for number in numbers:
-            del values[number]
-
-    return action
-
-
-def local_action(
-    program: Program, instruction: Any, coordinate: Sequence[int]
-) -> Action | None:
-    """What one rank does by itself, or None for a transfer."""
-    if isinstance(instruction, Compute):
-        return compute(instruction, coordinate)
-    if isinstance(instruction, Adjust):
-        return adjust(program, instruction, coordinate)
-    return free(instruction) if isinstance(instruction, Free) else None
-
-
-def verify(
-    program: Program, instruction: Any, values: Environment, coordinate: Sequence[int]
-) -> None:
-    """Compare what an instruction made with what the program says of it.
-
-    Raises:
-        ProgramError: A shape or dtype differs, so a sharding rule is wrong.
-    """
-    for ref in instruction.writes:
-        found, wanted = values[ref.id], program.values[ref.id]
-        if tuple(found.shape) != wanted.shape(coordinate) or (
-            found.dtype != wanted.meta.dtype
-        ):
-            raise ProgramError(
-                f"{program._line(instruction)}\nmade {found.dtype}{tuple(found.shape)} "
-                f"on the rank at {tuple(coordinate)}, which should be "
-                f"{wanted.meta.dtype}{wanted.shape(coordinate)}. Please report this."
-            )
-
-
-def _length(
-    program: Program, transfer: Transfer, item: int, coordinate: Sequence[int]
-) -> int:
-    if not transfer.cuts:
-        return 0
-    shape = program.values[transfer.targets[item].id].shape(coordinate)
-    return shape[transfer.cuts[item][0]]
-
+from ._arena import POOL
+from ._bind import Action, Rank, nothing
+from ._collectives import Exchange, exchange, in_order
+from ._program import Program, Start, Transfer, Wait
+from ._shared import Neighbours, join
 
 # --- between processes ----------------------------------------------------------------
 
@@ -163,61 +40,97 @@ class Runner:
         self.program = program
         self.coordinate = coordinate
         self.groups = groups
-        self.finishing: dict[Ref, list[Callable[[], torch.Tensor]]] = {}
-        self.actions = [self._action(i) for i in program.instructions]
+        self.near: list[Neighbours | None] | None = None  # along each axis
+        self.rank: Rank | None = None
+        self.each: list[Action | None] = []  # by instruction
+        self.actions: list[Action] = []
         self.verified = False
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        values = {r.id: t for r, t in zip(self.program.inputs, inputs, strict=True)}
-        with torch.no_grad():
+        with self._running(inputs) as rank:
             if self.verified:
                 for action in self.actions:
-                    action(values)
+                    action()
             else:
-                self._verify(values)
-        return [None if r is None else values[r.id] for r in self.program.outputs]
+                self._verify(rank)
+            return rank.results()
 
-    def _verify(self, values: Environment) -> None:
-        """The first execution checks every value."""
-        pairs = zip(self.program.instructions, self.actions, strict=True)
-        for instruction, action in pairs:
-            action(values)
-            verify(self.program, instruction, values, self.coordinate)
-        self.verified = True
+    def part(self, inputs: Sequence[torch.Tensor], communication: bool) -> None:
+        """Do the transfers alone, or all but them, to measure what they take.
 
-    def _action(self, instruction: Any) -> Action:
-        if isinstance(instruction, Start):
-            return self._start(instruction.transfer)
-        if isinstance(instruction, Wait):
-            return self._wait(instruction.transfer)
-        action = local_action(self.program, instruction, self.coordinate)
-        assert action is not None
-        return action
+        Values that were not made are zeros, or what lies where they go.
+        """
+        with self._running(inputs) as rank:
+            pairs = zip(self.program.instructions, self.each, strict=True)
+            for instruction, action in pairs:
+                transfer = isinstance(instruction, Start | Wait)
+                if transfer == communication and action is not None:
+                    rank.fill(instruction.reads)
+                    action()
 
-    def _start(self, transfer: Transfer) -> Action:
-        group = self.groups[transfer.axis]
-        assert group is not None
-        lengths = [
-            _length(self.program, transfer, n, self.coordinate)
-            for n in range(len(transfer.sources))
+    @contextmanager
+    def _running(self, inputs: Sequence[torch.Tensor]) -> Iterator[Rank]:
+        with POOL.lock, torch.no_grad():
+            rank = self._bound()
+            rank.begin(inputs)
+            for near in filter(None, self.near or ()):
+                near.begin(rank.arena)
+            try:
+                yield rank
+            finally:
+                rank.clear()
+
+    def forget(self) -> None:
+        """Drop what lies in the arena, which has been replaced."""
+        self.rank, self.actions = None, []
+
+    def _bound(self) -> Rank:
+        program = self.program
+        if self.near is None:
+            self.near = self._neighbours()
+        shared = any(near is not None for near in self.near)
+        arena = POOL.block(self, program.device, 0, program.arena, shared)
+        if self.rank is None:
+            self.rank = Rank(program, self.coordinate, arena)
+            self.each = self._actions(self.rank)
+            self.actions = [a for a in self.each if a and a is not nothing]
+        return self.rank
+
+    def _neighbours(self) -> list[Neighbours | None]:
+        """For each axis its ranks, if all are on this host."""
+        counts = Counter[int]()
+        for transfer in self.program.transfers():
+            counts[transfer.axis] += len(transfer.sources)
+        return [
+            None if group is None else join(group, counts[axis])
+            for axis, group in enumerate(self.groups)
         ]
 
-        def action(values: Environment) -> None:
-            self.finishing[transfer.targets[0]] = [
-                start(transfer, n, values[ref.id], lengths[n], group)
-                for n, ref in enumerate(transfer.sources)
-            ]
+    def _actions(self, rank: Rank) -> list[Action | None]:
+        exchanges: dict[int, Exchange] = {}
+        items, near = Counter[int](), self.near or [None] * len(self.groups)
+        found: list[Action | None] = []
+        for instruction in self.program.instructions:
+            if isinstance(instruction, Start):
+                axis = instruction.transfer.axis
+                group, number = self.groups[axis], items[axis]
+                assert group is not None
+                made = Exchange(rank, instruction.transfer, group, number, near[axis])
+                items[axis] += len(instruction.transfer.sources)
+                exchanges[id(instruction.transfer)] = made
+                found.append(made.start)
+            elif isinstance(instruction, Wait):
+                found.append(exchanges[id(instruction.transfer)].wait)
+            else:
+                found.append(rank.action(instruction))
+        return found
 
-        return action
-
-    def _wait(self, transfer: Transfer) -> Action:
-        def action(values: Environment) -> None:
-            finishing = self.finishing.pop(transfer.targets[0])
-            for ref, finish in zip(transfer.targets, finishing, strict=True):
-                stride = self.program.values[ref.id].meta.stride
-                values[ref.id] = in_order(finish(), stride)
-
-        return action
+    def _verify(self, rank: Rank) -> None:
+        """The first execution checks every value."""
+        pairs = zip(self.program.instructions, self.each, strict=True)
+        for instruction, action in pairs:
+            rank.first(instruction, action)
+        self.verified = True
 
 
 # --- all ranks in one process ---------------------------------------------------------
@@ -236,64 +149,72 @@ class Emulator:
     ) -> None:
         self.program = program
         self.coordinates = list(coordinates)
-        self.actions = [
-            [local_action(program, i, c) for c in self.coordinates]
-            for i in program.instructions
-        ]
+        self.ranks: list[Rank] = []
+        self.actions: list[list[Action | None]] = []
         self.verified = False
 
     def __call__(
         self, inputs: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[torch.Tensor] | None]:
         """Execute on the inputs of every rank; the results of every rank."""
-        worlds: list[Environment] = [
-            {r.id: t[n] for r, t in zip(self.program.inputs, inputs, strict=True)}
-            for n in range(len(self.coordinates))
-        ]
-        with torch.no_grad():
-            for instruction, actions in zip(
-                self.program.instructions, self.actions, strict=True
-            ):
-                self._step(instruction, actions, worlds)
-        self.verified = True
-        return [
-            None if r is None else [values[r.id] for values in worlds]
-            for r in self.program.outputs
-        ]
+        with POOL.lock, torch.no_grad():
+            self._bind()
+            for n, rank in enumerate(self.ranks):
+                rank.begin([parts[n] for parts in inputs])
+            try:
+                pairs = zip(self.program.instructions, self.actions, strict=True)
+                for instruction, actions in pairs:
+                    self._step(instruction, actions)
+                self.verified = True
+                results = [rank.results() for rank in self.ranks]
+            finally:
+                for rank in self.ranks:
+                    rank.clear()
+        columns = zip(*results, strict=True)
+        return [_present(column) for column in columns]
 
-    def _step(
-        self,
-        instruction: Any,
-        actions: Sequence[Action | None],
-        worlds: list[Environment],
-    ) -> None:
+    def forget(self) -> None:
+        """Drop what lies in an arena that has been replaced."""
+        self.ranks, self.actions = [], []
+
+    def _bind(self) -> None:
+        program, count = self.program, range(len(self.coordinates))
+        blocks = [POOL.block(self, program.device, n, program.arena) for n in count]
+        if not self.ranks:
+            pairs = zip(self.coordinates, blocks, strict=True)
+            self.ranks = [Rank(program, at, block) for at, block in pairs]
+            self.actions = [
+                [rank.action(i) for rank in self.ranks] for i in program.instructions
+            ]
+
+    def _step(self, instruction: Any, actions: Sequence[Action | None]) -> None:
         if isinstance(instruction, Wait):
             for item in range(len(instruction.transfer.sources)):
-                self._exchange(instruction.transfer, item, worlds)
-        for action, values in zip(actions, worlds, strict=True):
-            if action is not None:
-                action(values)
-        if not self.verified:
-            for coordinate, values in zip(self.coordinates, worlds, strict=True):
-                verify(self.program, instruction, values, coordinate)
+                self._exchange(instruction.transfer, item)
+        for rank, action in zip(self.ranks, actions, strict=True):
+            if not self.verified:
+                rank.first(instruction, action)
+            elif action is not None:
+                action()
 
-    def _exchange(
-        self, transfer: Transfer, item: int, worlds: list[Environment]
-    ) -> None:
+    def _exchange(self, transfer: Transfer, item: int) -> None:
         source, target = transfer.sources[item].id, transfer.targets[item].id
-        stride = self.program.values[target].meta.stride
+        local = self.program.values[target]
         for members in self._rows(transfer.axis).values():
-            exchanged = exchange(
+            ranks = [self.ranks[n] for n in members]
+            dim = transfer.cuts[item][0] if transfer.cuts else None
+            shapes = [local.shape(rank.coordinate) for rank in ranks]
+            made = exchange(
                 transfer,
                 item,
-                [worlds[rank][source] for rank in members],
-                [
-                    _length(self.program, transfer, item, self.coordinates[rank])
-                    for rank in members
-                ],
+                [rank.values[source] for rank in ranks],
+                [0 if dim is None else shape[dim] for shape in shapes],
             )
-            for rank, value in zip(members, exchanged, strict=True):
-                worlds[rank][target] = in_order(value, stride)
+            for rank, value in zip(ranks, made, strict=True):
+                if target in rank.fixed:
+                    rank.values[target].copy_(value)
+                else:
+                    rank.values[target] = in_order(value, local.meta.stride)
 
     def _rows(self, axis: int) -> Mapping[tuple[int, ...], list[int]]:
         """Ranks that differ in nothing but their place on an axis."""
@@ -302,3 +223,9 @@ class Emulator:
             rest = (*coordinate[:axis], *coordinate[axis + 1 :])
             rows.setdefault(rest, []).append(rank)
         return rows
+
+
+def _present(column: Sequence[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """A result of every rank, or None for a static one."""
+    tensors = [tensor for tensor in column if tensor is not None]
+    return tensors or None

@@ -8,6 +8,7 @@ variables, and a store for the rendezvous that lives in the parent.
 import contextlib
 import dataclasses
 import faulthandler
+import importlib
 import io
 import linecache
 import os
@@ -163,7 +164,21 @@ def _dump_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle, but code keeps the file that errors and trace-backs name."""
+    """cloudpickle, but code keeps the file that errors and trace-backs name.
+
+    And modules of a class of their own, such as some of torch's, go by their name.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        own_class = type(obj) is not types.ModuleType
+        name = getattr(obj, "__name__", "")
+        if (
+            isinstance(obj, types.ModuleType)
+            and own_class
+            and sys.modules.get(name) is obj
+        ):
+            return importlib.import_module, (name,)
+        return super().reducer_override(obj)
 
     @property
     def dispatch_table(self) -> Any:

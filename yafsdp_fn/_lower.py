@@ -6,28 +6,33 @@ Moves become collectives, or cuts that move nothing.
 
 from typing import Any
 
+import torch
+
 from ._graph import Ref
 from ._layout import Split
-from ._local_ops import LOCAL_OPS
+from ._local_ops import LOCAL_OPS, onednn_product, prefers_onednn
 from ._placed import AllGather, AllReduce, First, Placed, ReduceScatter, Slice, Step
 from ._program import Adjust, Compute, Extent, Transfer
+from ._torch import onednn_linear
 
 Local = Compute | Adjust | Transfer
 
 
-def lower(placed: Placed) -> tuple[Local, ...]:
+def lower(placed: Placed, fast_products: bool = True) -> tuple[Local, ...]:
     """The graph of one rank, the same for all ranks up to the value of extents.
 
     Args:
         placed: The placed graph.
+        fast_products: Whether float32 matrix products may go to a faster library.
 
     Returns:
         Operators, cuts and collectives in the order of the placed graph.
     """
-    return tuple(_lower(placed, step) for step in placed.steps)
+    onednn = fast_products and prefers_onednn()
+    return tuple(_lower(placed, step, onednn) for step in placed.steps)
 
 
-def _lower(placed: Placed, step: Step) -> Local:
+def _lower(placed: Placed, step: Step, onednn: bool) -> Local:
     move = step.op
     if isinstance(move, AllGather | ReduceScatter | AllReduce):
         return _transfer(step)
@@ -36,6 +41,8 @@ def _lower(placed: Placed, step: Step) -> Local:
         assert target is not None
         return Adjust(move, step.operands[0].ref, target)
     op = LOCAL_OPS.get(move, move)
+    if onednn and move is torch.ops.aten.mm.default and _is_large_float32(step):
+        op = onednn_product
     args = _local_args(placed, step)
     return Compute(op, args, step.kwargs, step.outputs, step.line, step.replay)
 
@@ -52,9 +59,18 @@ def _transfer(step: Step) -> Transfer:
         (target,),
         cuts,
         reduction,
-        source.label,
+        (source.label,),
         step.planned,
     )
+
+
+def _is_large_float32(step: Step) -> bool:
+    a, b = (value.meta for value in step.operands)
+    on_cpu = a.device.type == "cpu" and onednn_linear is not None
+    return on_cpu and a.dtype == torch.float32 and a.numel * b.shape[1] >= _LARGE
+
+
+_LARGE = 1 << 20  # multiplications below which a call costs more than it saves
 
 
 _KINDS = {

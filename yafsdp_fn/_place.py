@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from . import _rules
 from ._choose import choose, linear_choices, pends
 from ._graph import Graph, Node, Ref, refs
@@ -27,6 +29,7 @@ from ._schedule import Schedule
 from ._sharding import Sharding
 from ._versions import Versions
 
+aten = torch.ops.aten
 _log = logging.getLogger("yafsdp_fn")
 
 # --- placing --------------------------------------------------------------------------
@@ -75,6 +78,11 @@ class _Placer(Versions):
         for node in self.graph.nodes:
             for number in {ref.id for ref in refs((node.args, node.kwargs))}:
                 self.readers.setdefault(number, []).append(node)
+        self.of_batch = {i.ref.id for i in self.graph.inputs if i.role == "batch"}
+        for node in self.graph.nodes:
+            read = {ref.id for ref in refs((node.args, node.kwargs))}
+            if not read.isdisjoint(self.of_batch):
+                self.of_batch |= {ref.id for ref in refs(node.outputs)}
         for output in self.graph.outputs:
             for ref in refs(output.value):
                 self.readers.setdefault(ref.id, []).append(None)
@@ -116,14 +124,43 @@ class _Placer(Versions):
     def waits(self, ref: Ref, value: Value) -> bool:
         """Whether a pending value is better reduced at its use than where it is made.
 
-        So it is for one use, and for several that are smaller together.
+        So it is for one use that adds it to others or makes less of it, and for several
+        that are smaller together. Else it is reduced at once, so that its reduction
+        runs under what is computed before the use.
         """
         readers = self.readers.get(ref.id, [])
         if len(readers) <= 1:
-            return True
+            return value.meta.numel == 1 or self.shrinks_or_adds_up(ref)
         products = [n for n in readers if n is not None and _rules.is_product(n.op)]
         made = (self.graph.metas[r.id].numel for n in products for r in refs(n.outputs))
         return len(products) == len(readers) and sum(made) <= value.meta.numel
+
+    def shrinks_or_adds_up(self, ref: Ref) -> bool:
+        """Whether what becomes of a value is smaller, or one summand of several.
+
+        A view waits for what is done with it: a gradient has its leaf's shape then.
+        """
+        while True:
+            readers = self.readers.get(ref.id, [])
+            node = readers[0] if len(readers) == 1 else None
+            if node is None:
+                return False
+            made = self.graph.metas[node.outputs[0].id] if node.outputs[0] else None
+            if made is None or made.numel < self.graph.metas[ref.id].numel:
+                return made is not None
+            if node.op in _rules.VIEWS:
+                return True
+            if node.op in _SUMS:
+                others = (r for r in refs((node.args, node.kwargs)) if r != ref)
+                return any(self.may_be_pending(other) for other in others)
+            if node.op not in _SCALES or node.args[0] != ref:
+                return False
+            ref = node.outputs[0]  # type: ignore[assignment]
+
+    def may_be_pending(self, ref: Ref) -> bool:
+        """Whether a value is pending, or may be once it has been placed."""
+        known = self.current.get(ref.id)
+        return ref.id in self.of_batch if known is None else known.is_pending
 
     def can_wait(self, node: Node, operands: Sequence[Value]) -> bool:
         """Whether to make a value only once it is known which part of it is wanted.
@@ -238,6 +275,17 @@ def _adds_up(operands: Sequence[Value]) -> bool:
     return sum(v.is_pending and v.meta.numel > 1 for v in operands) > 1
 
 
+_SUMS = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.default}
+_SCALES = {
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.expand.default,
+}
 _SMALL = 8  # how often a replicated value must fit into what waits with it
 
 

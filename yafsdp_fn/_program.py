@@ -5,13 +5,14 @@ in it as an `Extent` and is filled in when a program is bound to a coordinate. S
 text of the program is the same on all ranks, and can be compared.
 """
 
-from collections import Counter
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
-from ._errors import ProgramError
+import torch
+
 from ._graph import Ref, map_leaves, refs
 from ._layout import Meta, Pending, Placements, Split, interval, local_shape
 from ._placed import First, Slice
@@ -88,8 +89,14 @@ class Transfer:
     targets: tuple[Ref, ...]
     cuts: tuple[tuple[int, int], ...] = ()  # (dim, chunk) of every item
     op: str = "sum"
-    label: str = ""
+    labels: tuple[str, ...] = ()  # the leaf of every item, if it is one's
     planned: bool = True
+    scratch: tuple[Ref, ...] = ()  # what the other ranks send of every item
+
+    @property
+    def held(self) -> tuple[Ref, ...]:
+        """What is in use from the start to the wait."""
+        return (*self.sources, *self.targets, *self.scratch)
 
     @property
     def reads(self) -> tuple[Ref, ...]:
@@ -162,10 +169,28 @@ class Local:
 
     def nbytes(self, coordinate: Sequence[int]) -> int:
         """Bytes of the part that a rank holds."""
-        count = self.meta.dtype.itemsize
-        for length in self.shape(coordinate):
-            count *= length
-        return count
+        return math.prod(self.shape(coordinate)) * self.meta.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Where a value lies in the arena, in bytes.
+
+    `kind` is "gathered" (parameters), "gradients" (pending sums and what the other
+    ranks send of them), "activations" (kept from one group of parameters to a later
+    one) or "temporaries".
+    """
+
+    offset: int
+    nbytes: int
+    kind: str
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
+
+    def overlaps(self, other: "Buffer") -> bool:
+        return self.offset < other.end and other.offset < self.end
 
 
 # --- the program ----------------------------------------------------------------------
@@ -182,6 +207,12 @@ class Program:
         inputs: The values that exist before the first instruction.
         outputs: The values that are handed back; `None` for a static output.
         instructions: What to do, in order.
+        constants: What is computed once, before the first run, and kept.
+        owner: For every value the one whose memory it shares: itself, if it is no view.
+        buffers: Where owners lie in the arena; one without a buffer is allocated when
+            it is computed.
+        arena: Bytes of the arena.
+        donated: Owners that are written into the memory of an input.
     """
 
     axes: tuple[str, ...]
@@ -190,6 +221,17 @@ class Program:
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref | None, ...]
     instructions: tuple[Instruction, ...]
+    constants: tuple[Compute | Adjust, ...] = ()
+    owner: Mapping[int, int] = field(default_factory=dict)
+    buffers: Mapping[int, Buffer] = field(default_factory=dict)
+    arena: int = 0
+    donated: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arena lies: the device of the values, an accelerator if any."""
+        found = {value.meta.device for value in self.values.values()}
+        return max(found, key=lambda d: d.type != "cpu", default=torch.device("cpu"))
 
     @property
     def mesh(self) -> str:
@@ -215,6 +257,7 @@ class Program:
         lines += [
             f"{self.name(r):<40} input {self.values[r.id].label}" for r in self.inputs
         ]
+        lines += [f"{self._line(each)} once" for each in self.constants]
         lines += [self._line(instruction) for instruction in self.instructions]
         shown = ", ".join("static" if r is None else str(r) for r in self.outputs)
         return "\n".join([*lines, f"return {shown}"])
@@ -262,9 +305,10 @@ class Program:
         sources = ", ".join(map(str, transfer.sources))
         planned = "" if transfer.planned else " unplanned"
         what = f"{word}_start {sources} {transfer.kind} over {self.axes[transfer.axis]}"
-        return f"{'':<40} {what}, {moved} bytes{planned} # {transfer.label}".rstrip(
-            " #"
-        )
+        if transfer.scratch:
+            what += f" through {', '.join(map(str, transfer.scratch))}"
+        labels = ", ".join(label for label in transfer.labels if label)
+        return f"{'':<40} {what}, {moved} bytes{planned} # {labels}".rstrip(" #")
 
 
 def bind(arguments: Any, coordinate: Sequence[int]) -> Any:
@@ -273,131 +317,3 @@ def bind(arguments: Any, coordinate: Sequence[int]) -> Any:
         lambda leaf: leaf.at(coordinate) if isinstance(leaf, Extent) else leaf,
         arguments,
     )
-
-
-# --- the specification ----------------------------------------------------------------
-
-
-def check(program: Program, budget: float = float("inf")) -> None:
-    """Check a program against its specification.
-
-    Every value is written once and read only between its write and its release; a
-    transfer's target is not read before its wait and its source not released before;
-    every start has exactly one wait; what is returned is alive at the end; and no rank
-    holds more than `budget` bytes at any moment.
-
-    Args:
-        program: Any program.
-        budget: Bytes of live values that a rank may hold, inputs included.
-
-    Raises:
-        ProgramError: Names the first instruction that breaks a rule, and the rule.
-    """
-    state = _Checker(program)
-    for position, instruction in enumerate(program.instructions):
-        state.step(f"instruction {position}: {program._line(instruction)}", instruction)
-    state.end()
-    found = peak(program)
-    if found > budget:
-        raise ProgramError(f"peak of {found} bytes exceeds the budget of {budget}")
-
-
-class _Checker:
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.alive = {ref.id for ref in program.inputs}
-        self.written = set(self.alive)
-        self.pending: dict[int, Transfer] = {}  # by the first target
-
-    def step(self, where: str, instruction: Instruction) -> None:
-        self._require(
-            where, set(instruction.reads) <= self._refs(), "reads no live value"
-        )
-        if isinstance(instruction, Start):
-            self._start(where, instruction.transfer)
-        elif isinstance(instruction, Wait):
-            self._wait(where, instruction.transfer)
-        elif isinstance(instruction, Free):
-            self._free(where, instruction)
-        for ref in instruction.writes:
-            self._require(where, ref.id not in self.written, "writes a value again")
-            self.written.add(ref.id)
-            self.alive.add(ref.id)
-
-    def end(self) -> None:
-        self._require("the end", not self.pending, "a transfer without a wait")
-        kept = {ref.id for ref in self.program.outputs if ref is not None}
-        self._require("the end", kept <= self.alive, "returns no live value")
-
-    def _start(self, where: str, transfer: Transfer) -> None:
-        key = transfer.targets[0].id
-        self._require(where, key not in self.pending, "starts a transfer twice")
-        self.pending[key] = transfer
-
-    def _wait(self, where: str, transfer: Transfer) -> None:
-        started = self.pending.pop(transfer.targets[0].id, None)
-        self._require(where, started is transfer, "waits for what did not start")
-
-    def _free(self, where: str, instruction: Free) -> None:
-        names = {ref.id for ref in instruction.values}
-        busy = {r.id for t in self.pending.values() for r in t.sources}
-        self._require(where, names <= self.alive, "frees no live value")
-        self._require(where, not names & busy, "frees the source of a transfer")
-        self.alive -= names
-
-    def _refs(self) -> set[Ref]:
-        return {Ref(number) for number in self.alive}
-
-    def _require(self, where: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ProgramError(f"{where} {rule}")
-
-
-def live_bytes(program: Program, coordinate: Sequence[int]) -> Iterator[int]:
-    """Bytes of values that a rank holds after each instruction.
-
-    A view holds the memory of what it views until both are free. The scratch space of
-    operators is not counted.
-    """
-    owner_of = owners(program)
-    holders = Counter(owner_of[ref.id] for ref in program.inputs)
-    total = sum(_held(program, number, coordinate) for number in holders)
-    for instruction in program.instructions:
-        begun = instruction.transfer.targets if isinstance(instruction, Start) else ()
-        ended = isinstance(instruction, Wait)  # counted at their start
-        for ref in begun or (() if ended else instruction.writes):
-            owner = owner_of[ref.id]
-            total += 0 if holders[owner] else _held(program, owner, coordinate)
-            holders[owner] += 1
-        for ref in instruction.values if isinstance(instruction, Free) else ():
-            owner = owner_of[ref.id]
-            holders[owner] -= 1
-            total -= 0 if holders[owner] else _held(program, owner, coordinate)
-        yield total
-
-
-def peak(program: Program, coordinate: Sequence[int] | None = None) -> int:
-    """The most bytes of values that a rank holds at once; by default the first rank."""
-    at = coordinate or (0,) * len(program.sizes)
-    inputs = sum(_held(program, ref.id, at) for ref in program.inputs)
-    return max(live_bytes(program, at), default=inputs)
-
-
-def _held(program: Program, number: int, coordinate: Sequence[int]) -> int:
-    return program.values[number].nbytes(coordinate)
-
-
-def owners(program: Program) -> dict[int, int]:
-    """For every value, the one whose memory it shares: itself, if it is no view."""
-    found = {number: number for number in program.values}
-    for instruction in program.instructions:
-        if isinstance(instruction, Compute) and _is_view(instruction.op):
-            for ref in instruction.writes:
-                found[ref.id] = found[instruction.reads[0].id]
-        elif isinstance(instruction, Adjust) and isinstance(instruction.move, Slice):
-            found[instruction.target.id] = found[instruction.source.id]
-    return found
-
-
-def _is_view(op: Any) -> bool:
-    return getattr(op, "is_view", False) or str(op).startswith("aten.reshape")

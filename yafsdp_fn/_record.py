@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -173,9 +173,11 @@ _LIFT_COPY = torch.ops.aten.lift_fresh_copy.default
 
 
 def _meta_of(example: Any) -> Meta:
-    if isinstance(example, torch.Tensor):
-        return Meta.of(example)
-    return Meta((), torch.float64, ())
+    """A description; a tensor without data stands for one on the default device."""
+    if not isinstance(example, torch.Tensor):
+        return Meta((), torch.float64, ())
+    meta = Meta.of(example)
+    return replace(meta, device=torch.get_default_device()) if example.is_meta else meta
 
 
 def _refuse_random(func: Any, args: Any, kwargs: Any, line: str) -> None:

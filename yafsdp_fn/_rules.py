@@ -40,7 +40,8 @@ def find(site: Site) -> Sharding | None:
 def is_elementwise(op: Any) -> bool:
     """Whether an operator works on every element by itself."""
     rule = RULES.get(op)
-    return rule is pointwise or (rule is None and torch.Tag.pointwise in op.tags)
+    tags = getattr(op, "tags", ())  # a function in an operator's place has none
+    return rule is pointwise or (rule is None and torch.Tag.pointwise in tags)
 
 
 def is_product(op: Any) -> bool:

@@ -156,7 +156,7 @@ class ShardedFunction(Generic[Parameters, Returned]):
         try:
             compiled = self._traced(call, captured, mesh).lower().compile()
             graph = compiled.lowered.traced.graph
-            text = "\n".join([compiled.as_text(), *_constants(graph)])
+            text = "\n".join([compiled.plan.as_text(), *_constants(graph)])
         except Exception as error:
             text, failure = f"error: {error}", error
         _agree(mesh, text, failure)
@@ -248,8 +248,13 @@ def _floats(call: Call) -> tuple[float, ...]:
 
 def _refuse(call: Call, captured: Captures) -> None:
     """Refuse leaves that cannot be read, and captures that a gradient would miss."""
-    for leaf in call.leaves:
+    for number, leaf in enumerate(call.leaves):
         refuse_donated("an argument", leaf)
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            raise ArgumentError(
+                f"{call.paths()[number]} is on the meta device: it has a shape and no "
+                f"data. {call.signature.name}.lower(...) takes it; a call needs data."
+            )
     for tensor in captured.tensors:
         if is_functorch_wrapped(tensor) or tensor.grad_fn is not None:
             raise ArgumentError(

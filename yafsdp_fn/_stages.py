@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ._arguments import Call
 from ._boundary import (
@@ -19,18 +20,21 @@ from ._boundary import (
     wanted_placements,
 )
 from ._capture import Captures
+from ._cost import cost, memory
 from ._errors import ArgumentError
 from ._graph import Graph
+from ._interpret import Runner
 from ._layout import Placements
+from ._listing import listing
 from ._lower import lower
 from ._mesh import axis_names, axis_sizes
 from ._place import place
 from ._plan import plan
-from ._program import Program, peak
+from ._program import Program
 from ._results import Matcher
 from ._schedule import Schedule
 from ._tree import unflatten
-from ._world import World, world_of
+from ._world import Part, World, receives, world_of
 
 
 @dataclass(frozen=True)
@@ -76,9 +80,30 @@ class Traced:
             lambda placements, meta: expressible(placements, meta, self.mesh),
             self.schedule,
         )
-        program = plan(placed, lower(placed), axis_names(self.mesh))
+        program = plan(
+            placed,
+            lower(placed, self.schedule.fast_products),
+            axis_names(self.mesh),
+            self.schedule,
+            self._donated(matched),
+            receives(self.mesh),
+        )
         results = describe_results(self.call, self.graph, program, matched, self.mesh)
         return Lowered(program, self, inputs, results)
+
+    def _donated(self, matched: Sequence[int | None]) -> dict[int, int]:
+        """For outputs that take the place of a donated shard, its input."""
+        given, leaves = self.call.donated(), self.call.leaves
+        at = {
+            entry.source: n
+            for n, entry in enumerate(self.graph.inputs)
+            if entry.role == "state" and entry.source in given
+        }
+        return {
+            output: at[leaf]
+            for output, leaf in enumerate(matched)
+            if leaf is not None and leaf in at and isinstance(leaves[leaf], DTensor)
+        }
 
 
 @dataclass(frozen=True)
@@ -99,55 +124,47 @@ class Lowered:
         return f"<{count} instructions on {self.plan.mesh}; {cost}; see .as_text()>"
 
     def as_text(self) -> str:
-        """The schedule, one line an instruction."""
-        return self.plan.as_text()
+        """The schedule: a line for each collective and each run of operators.
+
+        `.plan.as_text()` has one line for every instruction.
+        """
+        return listing(self.plan)
 
     def memory_analysis(self) -> dict[str, int]:
-        """Bytes of values that the first rank holds.
+        """Bytes that the first rank, which never holds less than another, holds.
 
         Returns:
-            "peak_bytes": the most at any moment; "shard_bytes": the inputs, which stay;
+            "peak_bytes": the most at any moment: the sum of "shard_bytes",
+                "constant_bytes", "arena_bytes" and of what is allocated beside them.
+            "shard_bytes": inputs, which stay.
+            "constant_bytes": what is computed once and kept.
+            "arena_bytes": what is allocated once and computed in.
             "output_bytes": the results.
+            "gathered_bytes", "gradient_bytes", "activation_bytes", "temporary_bytes":
+                what is in use at the moment when most is: gathered parameters;
+                gradients with what the ranks send of them; what is kept from one group
+                of parameters to another; all else.
         """
-        program, first = self.plan, (0,) * len(self.plan.sizes)
-        kept = {ref.id for ref in program.outputs if ref is not None}
-        return {
-            "peak_bytes": peak(program),
-            "shard_bytes": sum(
-                program.values[r.id].nbytes(first) for r in program.inputs
-            ),
-            "output_bytes": sum(program.values[n].nbytes(first) for n in kept),
-        }
+        return memory(self.plan)
 
     def cost_analysis(self) -> dict[str, int]:
-        """What a step communicates.
+        """What a step computes and communicates.
 
         Returns:
-            "all_gathers" and "reductions": numbers of values gathered and reduced;
-            "gathered_bytes" and "reduced_bytes": their global size;
-            "unplanned_collectives": collectives that are neither the gather of a
-            state nor the reduction of a pending sum.
+            "flops": floating-point operations of the first rank, in products,
+                convolutions and attention; a multiplication and an addition are two.
+            "all_gathers" and "reductions": numbers of values gathered and reduced.
+            "gathered_bytes" and "reduced_bytes": their global size.
+            "collectives": number of exchanges; values of a group share one.
+            "unplanned_collectives": those that are neither the gather of a state nor
+                the reduction of a pending sum.
         """
-        values = self.plan.values
-        transfers = list(self.plan.transfers())
-        gathers = [t for t in transfers if t.kind == "all_gather"]
-        reductions = [t for t in transfers if t.kind != "all_gather"]
-        return {
-            "all_gathers": sum(len(t.sources) for t in gathers),
-            "reductions": sum(len(t.sources) for t in reductions),
-            "gathered_bytes": _moved(values, gathers),
-            "reduced_bytes": _moved(values, reductions),
-            "unplanned_collectives": sum(not t.planned for t in transfers),
-        }
+        return cost(self.plan)
 
     def compile(self) -> "Compiled":
         """Bind the program to this process, or to all emulated ranks."""
         world = world_of(self.traced.mesh)
         return Compiled(self, world, world.executor(self.plan))
-
-
-def _moved(values: Any, transfers: Sequence[Any]) -> int:
-    return sum(values[ref.id].meta.nbytes for t in transfers for ref in t.sources)
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,9 @@ class Compiled:
         Raises:
             ArgumentError: Arguments of another structure than the program was made for.
         """
+        return self.execute(*self._bound(args, kwargs))
+
+    def _bound(self, args: Any, kwargs: Any) -> tuple[Call, Captures]:
         traced = self.lowered.traced
         call, captured, key = traced.bind(args, kwargs)
         if key != traced.key:
@@ -173,21 +193,53 @@ class Compiled:
                 "values. Lower and compile it for these, or call the sharded function, "
                 "which does so by itself."
             )
-        return self.execute(call, captured)
+        return call, captured
+
+    def _parts(self, call: Call, captured: Captures) -> list[Part]:
+        """What the ranks hold of the inputs."""
+        inputs = self.lowered.traced.graph.inputs
+        entries = zip(inputs, self.lowered.inputs, strict=True)
+        return [input_part(e, p, call, captured, self.world) for e, p in entries]
 
     def execute(self, call: Call, captured: Captures) -> Any:
         """Execute on arguments that are bound already."""
         traced, results = self.lowered.traced, self.lowered.results
-        entries = zip(traced.graph.inputs, self.lowered.inputs, strict=True)
-        parts = [input_part(e, p, call, captured, self.world) for e, p in entries]
-        refuse_shared_donations(call, self.world)
+        parts = self._parts(call, captured)
+        refuse_shared_donations(call, captured, self.world)
         made = self.executor(parts)
         donate(call, results, made, self.world, call.signature.name)
         leaves = result_leaves(results, made, call, self.world, traced.mesh)
         return unflatten(traced.graph.spec, leaves)
 
+    def communicate(self, *args: Any, **kwargs: Any) -> None:
+        """Execute the collectives of the step alone: what communication takes.
+
+        Raises:
+            ArgumentError: The ranks of the mesh are emulated, or other arguments than
+                the program was made for.
+        """
+        self._part(args, kwargs, communication=True)
+
+    def compute(self, *args: Any, **kwargs: Any) -> None:
+        """Execute the step but for its collectives: what computing takes.
+
+        Donated arguments hold numbers without a meaning afterwards.
+
+        Raises:
+            ArgumentError: As for `communicate`.
+        """
+        self._part(args, kwargs, communication=False)
+
+    def _part(self, args: Any, kwargs: Any, communication: bool) -> None:
+        if not isinstance(self.executor, Runner):
+            raise ArgumentError(
+                "on an emulated mesh ranks do not communicate, so there is nothing to "
+                "measure. Start processes, with torchrun or yf.launch."
+            )
+        self.executor.part(self._parts(*self._bound(args, kwargs)), communication)
+
     def as_text(self) -> str:
-        """The schedule, one line an instruction."""
+        """See `Lowered.as_text`."""
         return self.lowered.as_text()
 
     def memory_analysis(self) -> dict[str, int]:

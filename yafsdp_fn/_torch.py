@@ -200,6 +200,14 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or (
     dist.reduce_scatter_tensor
 )
 
+
+def group_timeout(group: dist.ProcessGroup) -> float:
+    """Seconds that a gloo group waits for a collective. Public replacement: none."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    timeout: float = backend.options._timeout.total_seconds()
+    return timeout
+
+
 # --- DTensor and LocalTensor ----------------------------------------------------------
 
 
@@ -242,3 +250,71 @@ def set_local_part(tensor: DTensor, local: torch.Tensor) -> None:
 def per_rank(local: LocalTensor) -> dict[int, torch.Tensor]:
     """The shards of all emulated ranks."""
     return local._local_tensors
+
+
+# --- operators ------------------------------------------------------------------------
+
+# A product with a transposed matrix. Public replacement: none; the public switch
+# torch.backends.mkldnn.matmul.fp32_precision permits less precision.
+onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+def is_operator(op: Any) -> bool:
+    """Whether `op` is an operator, no function in its place.
+
+    Public replacement: none.
+    """
+    return isinstance(op, torch._ops.OpOverload)
+
+
+def makes_one_tensor(op: Any) -> bool:
+    """Whether an operator returns a tensor, no list or tuple of them.
+
+    Public replacement: none.
+    """
+    found = [str(r.type) for r in op._schema.returns] if is_operator(op) else []
+    return found == ["Tensor"]
+
+
+def out_overload(op: Any) -> tuple[Any, tuple[str]] | None:
+    """The overload of an operator that writes into a given tensor, and its name.
+
+    None if torch only generates it from the one that allocates, and so copies. Public
+    replacement: none.
+    """
+    if not is_operator(op):
+        return None
+    wanted = _inputs(op._schema)
+    for name in op.overloadpacket.overloads():
+        found = getattr(op.overloadpacket, name)
+        outs = [a.name for a in found._schema.arguments if a.is_out]
+        generated = torch.Tag.generated in found.tags
+        if len(outs) == 1 and not generated and _inputs(found._schema) == wanted:
+            return found, (outs[0],)
+    return None
+
+
+def _inputs(schema: Any) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+
+
+# --- compilers ------------------------------------------------------------------------
+
+
+def missing_compiler(device_type: str) -> str | None:
+    """What Inductor needs for a type of device and does not find.
+
+    Public replacement: none; torch finds out when it compiles.
+    """
+    if device_type == "cpu":
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        try:
+            get_cpp_compiler()
+        except Exception:  # of several types, by platform
+            return "a C++ compiler, such as g++ or clang++"
+    elif device_type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return None if has_triton() else "Triton and a GPU that it supports"
+    return None

@@ -19,6 +19,7 @@ from ._functions import READ
 from ._graph import Graph, Node, Output, Ref, refs
 from ._lines import line_of
 from ._record import CallFinder, EditError, EditFinder, Functions, Recorder
+from ._rewrite import rewrite
 from ._scalar import LiveFloat
 from ._swap import Swap
 from ._tree import flatten_with_paths
@@ -48,7 +49,7 @@ def trace(call: Call, captured: Captures, live_floats: bool = True) -> Graph:
     used = {ref.id for node in nodes for ref in refs((node.args, node.kwargs))}
     used |= {ref.id for output in outputs for ref in refs(output.value)}
     kept = (i for i in recorder.inputs if i.role in _KEPT or i.ref.id in used)
-    return Graph(tuple(kept), nodes, outputs, recorder.metas, spec)
+    return rewrite(Graph(tuple(kept), nodes, outputs, recorder.metas, spec))
 
 
 _KEPT = ("state", "batch")

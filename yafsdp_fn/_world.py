@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from ._collectives import BACKENDS
 from ._errors import MismatchError
 from ._interpret import Emulator, Runner
 from ._layout import WHOLE, Meta, Pending, Placements, interval
@@ -61,6 +62,14 @@ class World(Protocol):
 def world_of(mesh: DeviceMesh) -> World:
     """The world of a mesh."""
     return EmulatedWorld(mesh) if is_emulated(mesh) else ProcessWorld(mesh)
+
+
+def receives(mesh: DeviceMesh) -> bool:
+    """Whether a reduce-scatter needs memory for what all ranks send."""
+    if is_emulated(mesh) or mesh.size() == 1:
+        return True
+    backends = {dist.get_backend(group) for group in mesh.get_all_groups()}
+    return any(BACKENDS[name].receives for name in backends)
 
 
 # --- processes ------------------------------------------------------------------------

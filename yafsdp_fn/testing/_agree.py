@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .._arguments import Call, Signature
+from .._check import check
 from .._distribute import Choose, TorchPlacements, distribute, full
 from .._errors import ArgumentError
 from .._graph import Ref
 from .._layout import Pending
 from .._mesh import axis_names, axis_sizes, from_torch
-from .._program import Adjust, Instruction, Program, Start, Wait, check
+from .._program import Adjust, Instruction, Program, Start, Wait
 from .._shard import ShardedFunction, shard
 from .._stages import Lowered
 from .._tree import flatten, flatten_with_paths

@@ -15,9 +15,9 @@ from ._errors import ProgramError
 from ._graph import Ref, map_leaves, results
 from ._kernels import update, updates, writer
 from ._layout import interval
-from ._memory import dense_stride
 from ._placed import Slice
 from ._program import Adjust, Compute, Free, Program, bind
+from ._shapes import dense_stride
 from ._torch import storage_id
 
 Environment = MutableMapping[int, torch.Tensor]
@@ -87,12 +87,13 @@ class Rank:
     ) -> None:
         self.program, self.coordinate, self.arena = program, coordinate, arena
         self.values: dict[int, torch.Tensor] = {}
+        self.fixed: set[int] = set()
         for number in program.buffers:
             self.values[number] = self._in_arena(number)
         with torch.no_grad():
             for each in program.constants:
                 self._once(each)
-        self.fixed = set(self.values)
+        self.fixed.update(self.values)
 
     def _once(self, instruction: Compute | Adjust) -> None:
         if isinstance(instruction, Compute):
@@ -128,22 +129,18 @@ class Rank:
 
     def _view(self, instruction: Compute) -> Action | None:
         """A view of fixed tensors is made now, and nothing is left to do."""
-        owner = self.program.owner
-        made = [r.id for r in instruction.writes]
-        bases = {r.id for r in instruction.reads}
-        shared = (
-            all(owner[n] == owner[instruction.reads[0].id] for n in made)
-            if (bases)
-            else False
-        )
-        if not shared or not bases <= self.fixed:
+        read = [ref.id for ref in instruction.reads]
+        made, owner = [ref.id for ref in instruction.writes], self.program.owner
+        if not read or not self.fixed.issuperset(read):
             return None
-        views: dict[int, torch.Tensor] = dict(self.values)
+        if any(owner[number] != owner[read[0]] for number in made):
+            return None
+        views = {number: self.values[number] for number in read}
         compute(instruction, self.coordinate)(views)
-        base = storage_id(self.values[instruction.reads[0].id])
-        if any(storage_id(views[n]) != base for n in made):
-            return None
-        self.values.update((n, views[n]) for n in made)
+        base = storage_id(self.values[read[0]])
+        if any(storage_id(views[number]) != base for number in made):
+            return None  # this rank's part must be copied
+        self.values.update((number, views[number]) for number in made)
         self.fixed.update(made)
         return nothing
 
@@ -207,14 +204,21 @@ class Rank:
         donated = self.program.donated
         targets = [None if r is None else r.id for r in instruction.outputs]
         given = [r is not None and r.id in donated for r in instruction.outputs]
+        count = len(instruction.args[1])
+        own = not self._unused(instruction.outputs[count : 2 * count])
 
         def op(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
-            return update(instruction.op, args, kwargs, given)
+            return update(instruction.op, args, kwargs, given, own)
 
         def action() -> None:
             _store(self.values, targets, call(self.values, op))
 
         return action
+
+    def _unused(self, refs: Sequence[Ref | None]) -> bool:
+        """Whether no instruction reads these values, and none is handed back."""
+        used = {r for each in self.program.instructions for r in each.reads}
+        return used.union(self.program.outputs).isdisjoint(filter(None, refs))
 
     def _adjusted(self, instruction: Adjust) -> Action:
         source, target = instruction.source.id, instruction.target.id
@@ -227,7 +231,7 @@ class Rank:
                     move.dim, begin, length
                 )
 
-            if source in getattr(self, "fixed", ()):
+            if source in self.fixed:
                 cut()
                 self.fixed.add(target)
                 return nothing

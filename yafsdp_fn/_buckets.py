@@ -33,25 +33,32 @@ class Buckets:
     room: float
     open: dict[_Kind, Transfer] = field(default_factory=dict)
     flying: list[Transfer] = field(default_factory=list)
+    later: list[Transfer] = field(default_factory=list)  # operands are in flight
 
     def add(self, transfer: Transfer) -> list[Instruction]:
-        """A transfer whose operand is ready."""
+        """A transfer whose operand is ready, or is being transferred."""
+        if self._makes(transfer.sources):
+            self.later.append(transfer)
+            return self.need(transfer.sources) if _is_gather(transfer) else []
         kind = (transfer.kind, transfer.axis, transfer.op, transfer.planned)
         known = self.open.get(kind)
         self.open[kind] = joined([known, transfer]) if known else transfer
-        if transfer.kind == "all_gather" or self._bytes(self.open[kind]) >= self.full:
+        if _is_gather(transfer) or self._bytes(self.open[kind]) >= self.full:
             return self._start(kind)
         return []
 
     def need(self, refs: Iterable[Ref]) -> list[Instruction]:
         """Start and await what makes these values."""
-        wanted, issued = set(refs), []
+        wanted, issued = set(refs), list[Instruction]()
+        for transfer in list(self.later):
+            if not wanted.isdisjoint(transfer.targets):
+                issued += self.need(transfer.sources)
         for kind, transfer in list(self.open.items()):
             if not wanted.isdisjoint(transfer.targets):
                 issued += self._start(kind)
         for transfer in list(self.flying):
-            if not wanted.isdisjoint(transfer.targets):
-                issued.append(self._wait(transfer))
+            if transfer in self.flying and not wanted.isdisjoint(transfer.targets):
+                issued += self._wait(transfer)
         return issued
 
     def start_all(self) -> list[Instruction]:
@@ -61,22 +68,36 @@ class Buckets:
     def finish(self) -> list[Instruction]:
         """Start and await all that is left."""
         issued = self.start_all()
-        return [*issued, *(self._wait(transfer) for transfer in list(self.flying))]
+        while self.flying:
+            issued += self._wait(self.flying[0])
+            issued += self.start_all()
+        return issued
 
     def _start(self, kind: _Kind) -> list[Instruction]:
         transfer = self._with_scratch(self.open.pop(kind))
         issued: list[Instruction] = []
-        held = sum(map(self._bytes, self.flying))
-        while self.flying and held + self._bytes(transfer) > self.room:
-            oldest = self.flying[0]
-            held -= self._bytes(oldest)
-            issued.append(self._wait(oldest))
+        while self.flying and self._in_flight() + self._bytes(transfer) > self.room:
+            issued += self._wait(self.flying[0])
         self.flying.append(transfer)
         return [*issued, Start(transfer)]
 
-    def _wait(self, transfer: Transfer) -> Instruction:
+    def _wait(self, transfer: Transfer) -> list[Instruction]:
+        """Await a transfer; what reads its results is ready then."""
         self.flying.remove(transfer)
-        return Wait(transfer)
+        issued: list[Instruction] = [Wait(transfer)]
+        for each in list(self.later):
+            if not self._makes(each.sources):
+                self.later.remove(each)
+                issued += self.add(each)
+        return issued
+
+    def _makes(self, refs: Iterable[Ref]) -> bool:
+        """Whether a transfer that has not ended makes one of these values."""
+        pending = (*self.open.values(), *self.flying, *self.later)
+        return any(not set(refs).isdisjoint(each.targets) for each in pending)
+
+    def _in_flight(self) -> int:
+        return sum(map(self._bytes, self.flying))
 
     def _with_scratch(self, transfer: Transfer) -> Transfer:
         if transfer.kind != "reduce_scatter":
@@ -86,6 +107,10 @@ class Buckets:
 
     def _bytes(self, transfer: Transfer) -> int:
         return sum(map(self.nbytes, transfer.sources))
+
+
+def _is_gather(transfer: Transfer) -> bool:
+    return transfer.kind == "all_gather"
 
 
 def joined(transfers: list[Transfer]) -> Transfer:

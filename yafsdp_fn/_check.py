@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from ._errors import ProgramError
 from ._graph import Ref
-from ._memory import may_overwrite, peak
+from ._held import peak
+from ._memory import may_overwrite
 from ._program import (
     Buffer,
     Compute,
@@ -130,8 +131,13 @@ class _Checker:
         read = [ref for ref in instruction.reads if self._owner(ref.id) == old]
         if not read or old not in self.ending or not isinstance(instruction, Compute):
             return False
-        buffers = self.program.buffers
-        same = buffers[new].offset == buffers[old].offset
+        buffers, values = self.program.buffers, self.program.values
+        alike = all(
+            (values[ref.id].meta.shape, values[ref.id].meta.dtype)
+            == (values[new].meta.shape, values[new].meta.dtype)
+            for ref in read
+        )
+        same = buffers[new].offset == buffers[old].offset and alike
         return same and may_overwrite(self.program, instruction, read)
 
     def _owner(self, number: int) -> int:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 from ._bind import Rank
-from ._memory import is_direct
 from ._program import Transfer
+from ._shapes import is_direct
 from ._shared import Neighbours
 from ._torch import all_gather_single, reduce_scatter_single
 

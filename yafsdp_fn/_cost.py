@@ -11,9 +11,10 @@ from torch.utils.flop_counter import (
 )
 
 from ._graph import Ref, map_leaves
+from ._held import peak, split_at_peak
 from ._local_ops import LOCAL_OPS, onednn_product
-from ._memory import Shapes, peak, split_at_peak
 from ._program import Compute, Program, Transfer, bind
+from ._shapes import Shapes
 
 aten = torch.ops.aten
 

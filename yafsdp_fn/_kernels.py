@@ -39,7 +39,18 @@ def _writer(op: Any) -> Writer | None:
     if found is None:
         return None
     overload, (name,) = found
+    if op in _WITH_FACTOR:
+        return _scaled(overload)
     return lambda outs, *args, **kwargs: overload(*args, **kwargs, **{name: outs[0]})
+
+
+def _scaled(overload: Any) -> Writer:
+    """A sum of which the factor may be given by position."""
+
+    def write(outs: Sequence[torch.Tensor], x: Any, other: Any, alpha: Any = 1) -> None:
+        overload(x, other, alpha=alpha, out=outs[0])
+
+    return write
 
 
 def _copy(outs: Sequence[torch.Tensor], x: torch.Tensor, **_: Any) -> None:
@@ -129,6 +140,8 @@ _TRUSTED = {  # beside those that work element by element
     aten.silu_backward.default,
 }
 
+_WITH_FACTOR = {aten.add.Tensor, aten.sub.Tensor}
+
 _SAME_AS = {  # a number among the arguments is as good as a tensor
     aten.add.Scalar: aten.add.Tensor,
     aten.sub.Scalar: aten.sub.Tensor,
@@ -156,7 +169,7 @@ def updates(op: Any) -> bool:
 
 
 def update(
-    op: Any, args: Sequence[Any], kwargs: Any, given: Sequence[Any]
+    op: Any, args: Sequence[Any], kwargs: Any, given: Sequence[bool], own: bool = False
 ) -> list[Any]:
     """Compute a fused optimiser in place.
 
@@ -165,19 +178,21 @@ def update(
         args: Its arguments, lists of tensors first.
         kwargs: Its keyword arguments.
         given: For every result whether the operand's memory may be overwritten.
+        own: Whether the gradients that come out need memory of their own.
 
     Returns:
-        The results, in one list; gradients come out as they are.
+        The results, in one list.
     """
     lists, rest = [list(a) for a in args[:5]], args[5:]
-    flags = iter(given)
+    # With a scale, gradients are divided by it where they are.
+    flags, apart = iter(given), own or kwargs.get("grad_scale") is not None
     for number, tensors in enumerate(lists):
         for n, tensor in enumerate(tensors):
             mine = next(flags) and tensor.is_contiguous()
             if not mine and number != _CONSTANT_LIST:
                 tensors[n] = tensor.clone(memory_format=torch.contiguous_format)
             elif not mine:
-                tensors[n] = tensor.contiguous()
+                tensors[n] = tensor.clone() if apart else tensor.contiguous()
     _IN_PLACE[op](*lists, *map_leaves(_contiguous, rest), **kwargs)
     return [tensor for tensors in lists for tensor in tensors]
 

@@ -16,12 +16,10 @@ from functools import cached_property
 import torch
 
 from . import _rules
-from ._graph import Ref, map_leaves
+from ._graph import Ref
 from ._kernels import OVERWRITES, ROW_BY_ROW, updates, writer
 from ._layout import Meta
-from ._placed import Slice
 from ._program import (
-    Adjust,
     Buffer,
     Compute,
     Free,
@@ -30,9 +28,9 @@ from ._program import (
     Start,
     Transfer,
     Wait,
-    bind,
+    begun,
 )
-from ._torch import storage_id
+from ._shapes import Shapes, is_direct, packed_bytes
 
 KINDS = ("gathered", "gradients", "activations", "temporaries")
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector
@@ -58,101 +56,6 @@ def with_buffers(program: Program, donated: Mapping[int, int]) -> Program:
     }
     arena = max((buffer.end for buffer in buffers.values()), default=0)
     return replace(program, owner=owner, buffers=buffers, arena=arena, donated=written)
-
-
-# --- shapes ---------------------------------------------------------------------------
-
-
-def dense_stride(shape: Sequence[int], like: Sequence[int]) -> list[int]:
-    """Strides without gaps, dimensions in the order in which `like` has them."""
-    order = sorted(range(len(shape)), key=lambda dim: (-like[dim], dim))
-    strides, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        strides[dim] = step
-        step *= max(1, shape[dim])
-    return strides
-
-
-def is_direct(meta: Meta, cut: tuple[int, int]) -> bool:
-    """Whether a collective reads or writes a value where it lies: rows, in order."""
-    order = [-s for s, n in zip(meta.stride, meta.shape, strict=True) if n > 1]
-    return cut[0] == 0 and order == sorted(order) and len(meta.shape) > 0
-
-
-def packed_bytes(meta: Meta, cut: tuple[int, int], ranks: int) -> int:
-    """Bytes of a whole value whose rows are padded so that all parts are equal."""
-    rest = meta.nbytes // max(1, meta.shape[0])
-    return cut[1] * ranks * rest
-
-
-class Shapes:
-    """Shapes, strides and shared memory of the first rank's values, on no device.
-
-    The first rank's parts are never smaller than those of another.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.first = (0,) * len(program.sizes)
-        self.tensors: dict[int, torch.Tensor] = {}
-        for number in program.values:
-            self.tensors[number] = self._dense(number)
-
-    def _dense(self, number: int) -> torch.Tensor:
-        local = self.program.values[number]
-        shape = local.shape(self.first)
-        stride = dense_stride(shape, local.meta.stride)
-        return torch.empty_strided(shape, stride, dtype=local.meta.dtype, device="meta")
-
-    def owners(self) -> dict[int, int]:
-        """For every value the one whose memory it shares."""
-        owner = {number: number for number in self.program.values}
-        for instruction in (*self.program.constants, *self.program.instructions):
-            if isinstance(instruction, Compute) and is_view(instruction.op):
-                self._view(instruction, owner)
-            elif isinstance(instruction, Adjust):
-                source, target = instruction.source.id, instruction.target.id
-                owner[target] = owner[source]
-                if isinstance(instruction.move, Slice):
-                    self.tensors[target] = self._cut(instruction)
-        return owner
-
-    def _view(self, instruction: Compute, owner: dict[int, int]) -> None:
-        source = instruction.reads[0].id
-        args, kwargs = bind((instruction.args, instruction.kwargs), self.first)
-        args, kwargs = map_leaves(
-            lambda leaf: self.tensors[leaf.id] if isinstance(leaf, Ref) else leaf,
-            (args, kwargs),
-        )
-        made = instruction.op(*args, **kwargs)
-        rows = (made,) if isinstance(made, torch.Tensor) else made
-        for ref, tensor in zip(instruction.outputs, rows, strict=True):
-            if ref is not None and _shares(tensor, self.tensors[source]):
-                self.tensors[ref.id] = tensor
-                owner[ref.id] = owner[source]
-
-    def _cut(self, instruction: Adjust) -> torch.Tensor:
-        target = self.program.values[instruction.target.id]
-        move = instruction.move
-        assert isinstance(move, Slice)
-        length = target.shape(self.first)[move.dim]
-        return self.tensors[instruction.source.id].narrow(move.dim, 0, length)
-
-
-def _shares(view: torch.Tensor, base: torch.Tensor) -> bool:
-    return storage_id(view) == storage_id(base)
-
-
-def is_view(op: object) -> bool:
-    """Whether an operator's results may share memory with its operand."""
-    return getattr(op, "is_view", False) or op in _VIEWS_BY_ANOTHER_NAME
-
-
-_VIEWS_BY_ANOTHER_NAME = {
-    torch.ops.aten.reshape.default,
-    torch.ops.aten.unsafe_split.Tensor,
-    torch.ops.aten.unsafe_split_with_sizes.default,
-}
 
 
 # --- lifetimes ------------------------------------------------------------------------
@@ -182,7 +85,7 @@ class _Lives:
         for position, instruction in enumerate(program.instructions):
             for number in {owner[ref.id] for ref in _held(instruction)}:
                 self.touched[number].append(position)
-            for ref in _begun(instruction):
+            for ref in begun(instruction):
                 self.made_by.setdefault(owner[ref.id], (position, instruction))
 
     # --- donated memory ---
@@ -400,13 +303,6 @@ def _held(instruction: Instruction) -> tuple[Ref, ...]:
     return (*instruction.reads, *instruction.writes)
 
 
-def _begun(instruction: Instruction) -> tuple[Ref, ...]:
-    """The values whose memory is in use from an instruction on."""
-    if isinstance(instruction, Start):
-        return (*instruction.transfer.targets, *instruction.transfer.scratch)
-    return () if isinstance(instruction, Wait) else instruction.writes
-
-
 def may_overwrite(
     program: Program, instruction: Compute, operands: Sequence[Ref]
 ) -> bool:
@@ -457,85 +353,3 @@ def _lowest(taken: list[list[int]], nbytes: int) -> int:
             best, gap = reached, free
         reached = max(reached, end)
     return best if best >= 0 else reached
-
-
-# --- what a rank holds ----------------------------------------------------------------
-
-
-def live_bytes(program: Program, coordinate: Sequence[int]) -> "list[int]":
-    """Bytes of values that a rank holds after each instruction, shards included.
-
-    A view holds the memory of what it views until both are free. The scratch space of
-    operators is not counted.
-    """
-    return [sum(held.values()) for held in held_bytes(program, coordinate)]
-
-
-def peak(program: Program, coordinate: Sequence[int] | None = None) -> int:
-    """The most bytes that a rank holds at once; by default the first rank.
-
-    The arena counts whole, whatever of it is in use.
-    """
-    at = coordinate or (0,) * len(program.sizes)
-    most = _kept_bytes(program, at) + program.arena
-    own = ("fresh", "outputs")
-    return most + max(
-        (sum(held.get(k, 0) for k in own) for held in held_bytes(program, at)),
-        default=0,
-    )
-
-
-def split_at_peak(program: Program) -> dict[str, int]:
-    """What the first rank holds when it holds most, by kind."""
-    first = (0,) * len(program.sizes)
-    nothing = {"shards": _kept_bytes(program, first)}
-    held = held_bytes(program, first)
-    return max(held, key=lambda kinds: sum(kinds.values()), default=nothing)
-
-
-def _kept_bytes(program: Program, coordinate: Sequence[int]) -> int:
-    """Bytes that are there before and after a run: inputs and constants."""
-    made = [ref for each in program.constants for ref in each.writes]
-    numbers = {program.owner.get(r.id, r.id) for r in (*program.inputs, *made)}
-    return sum(program.values[n].nbytes(coordinate) for n in numbers)
-
-
-def held_bytes(program: Program, coordinate: Sequence[int]) -> "list[dict[str, int]]":
-    """What a rank holds after each instruction, by kind.
-
-    Kinds are those of `Buffer`, "shards" for inputs and constants, "fresh" for what has
-    no place in the arena, and "outputs".
-    """
-    owner = program.owner
-    kept = {owner.get(r.id, r.id) for r in program.outputs if r is not None}
-    held: dict[str, int] = {"shards": _kept_bytes(program, coordinate)}
-    holders: dict[int, set[int]] = defaultdict(set)
-    fixed = {owner.get(r.id, r.id) for r in program.inputs} | set(program.donated)
-    fixed |= {owner.get(r.id, r.id) for c in program.constants for r in c.writes}
-    ranges: dict[tuple[int, int], int] = defaultdict(int)  # a range may change hands
-    found = []
-
-    def change(number: int, sign: int) -> None:
-        buffer = program.buffers.get(number)
-        nbytes = buffer.nbytes if buffer else program.values[number].nbytes(coordinate)
-        kind = buffer.kind if buffer else "outputs" if number in kept else "fresh"
-        if buffer:
-            place = (buffer.offset, buffer.nbytes)
-            ranges[place] += sign
-            if ranges[place] != (1 if sign > 0 else 0):
-                return
-        held[kind] = held.get(kind, 0) + sign * nbytes
-
-    for instruction in program.instructions:
-        for ref in _begun(instruction):
-            number = owner.get(ref.id, ref.id)
-            if number not in fixed and not holders[number]:
-                change(number, +1)
-            holders[number].add(ref.id)
-        for ref in instruction.values if isinstance(instruction, Free) else ():
-            number = owner.get(ref.id, ref.id)
-            holders[number].discard(ref.id)
-            if number not in fixed and not holders[number]:
-                change(number, -1)
-        found.append(dict(held))
-    return found

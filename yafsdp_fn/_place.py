@@ -138,7 +138,8 @@ class _Placer(Versions):
     def shrinks_or_adds_up(self, ref: Ref) -> bool:
         """Whether what becomes of a value is smaller, or one summand of several.
 
-        A view waits for what is done with it: a gradient has its leaf's shape then.
+        A view or a conversion waits for what is done with it: a gradient has its leaf's
+        shape and dtype then.
         """
         while True:
             readers = self.readers.get(ref.id, [])
@@ -148,7 +149,7 @@ class _Placer(Versions):
             made = self.graph.metas[node.outputs[0].id] if node.outputs[0] else None
             if made is None or made.numel < self.graph.metas[ref.id].numel:
                 return made is not None
-            if node.op in _rules.VIEWS:
+            if node.op in _rules.VIEWS or node.op is aten._to_copy.default:
                 return True
             if node.op in _SUMS:
                 others = (r for r in refs((node.args, node.kwargs)) if r != ref)
@@ -282,9 +283,7 @@ _SCALES = {
     aten.div.Tensor,
     aten.div.Scalar,
     aten.neg.default,
-    aten._to_copy.default,
     aten.clone.default,
-    aten.expand.default,
 }
 _SMALL = 8  # how often a replicated value must fit into what waits with it
 

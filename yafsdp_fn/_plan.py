@@ -69,8 +69,8 @@ def plan(
     }
     inputs = tuple(value.ref for value in placed.inputs)
     outputs = tuple(None if v is None else v.ref for v in placed.outputs)
-    once, repeated, outputs = simplify(steps, values, outputs)
     returned = frozenset(r.id for r in outputs if r is not None)
+    once, repeated = simplify(steps, values, returned)
     group_by = schedule.group_by or layer_of
     groups = Groups(repeated, values, returned, group_by)
     planner = _Planner(groups, schedule, values, receives, len(placed.sizes))
@@ -126,24 +126,23 @@ class _Planner:
                 self.stay_of[stay.group, event] = number
         largest = sorted(groups.sizes.values(), reverse=True)[:2]
         full = largest[0] / _PARTS if largest else 0
-        room = sum(largest) if largest else math.inf
+        # One buffer of gradients is in flight while another one is filled.
+        room = largest[0] if largest else math.inf
         self.buckets = Buckets(self._nbytes, self._scratch, full, room)
 
     # --- events ---
 
     def _events(self) -> dict[int, int]:
         """The event of every step of the program itself."""
-        self.events = [_Event(frozenset())]
+        self.events = [_Event(frozenset())]  # what comes before the first group
         found: dict[int, int] = {}
         for position, step in enumerate(self.groups.steps):
             if position in self.groups.members or position in self.groups.feeders:
                 continue
             used = {m for ref in step.reads for m in self.groups.needed(ref)}
             paged = frozenset(self.groups.number[m] for m in used) - self.groups.small
-            if paged and self.events[-1].groups and self.events[-1].groups != paged:
+            if paged and self.events[-1].groups != paged:
                 self.events.append(_Event(paged))
-            elif paged:
-                self.events[-1].groups = paged
             self.events[-1].members |= used
             found[position] = len(self.events) - 1
         return found
@@ -191,11 +190,10 @@ class _Planner:
     def step(self, position: int, event: int) -> list[Instruction]:
         step = self.groups.steps[position]
         issued = self.make_all(step, event)
-        issued += self.buckets.need(step.reads)
         renamed = self.renamed(step, event)
         if isinstance(renamed, Transfer):
             return [*issued, *self.buckets.add(renamed)]
-        return [*issued, renamed]
+        return [*issued, *self.buckets.need(step.reads), renamed]
 
     # --- gathers ---
 
@@ -223,6 +221,7 @@ class _Planner:
                 issued += self.feed(member, stay)
                 transfer = self.renamed_for(self.groups.steps[member], stay)
                 assert isinstance(transfer, Transfer)
+                issued += self.buckets.need(transfer.sources)
                 transfers[transfer.axis].append(transfer)
         whole = [joined(each) for each in transfers.values()]
         self.waiting.setdefault(stay, []).extend(whole)

@@ -193,6 +193,13 @@ class Buffer:
         return self.offset < other.end and other.offset < self.end
 
 
+def begun(instruction: Instruction) -> tuple[Ref, ...]:
+    """The values whose memory is in use from an instruction on."""
+    if isinstance(instruction, Start):
+        return (*instruction.transfer.targets, *instruction.transfer.scratch)
+    return () if isinstance(instruction, Wait) else instruction.writes
+
+
 # --- the program ----------------------------------------------------------------------
 
 

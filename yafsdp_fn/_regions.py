@@ -24,13 +24,13 @@ from ._kernels import updates
 from ._layout import Split, Whole
 from ._lines import warn
 from ._local_ops import LOCAL_OPS, local_attention, local_attention_backward
-from ._memory import is_view
 from ._program import Compute, Extent, Instruction, Local
+from ._shapes import is_view
 from ._torch import is_operator, makes_one_tensor, missing_compiler, storage_id
 
 aten = torch.ops.aten
 Values = Mapping[int, Local]
-Form = tuple[Any, ...]  # of operands: shapes, strides and dtypes; lengths as they are
+Form = tuple[Any, ...]  # of operands: shapes, strides, dtypes; lengths as they are
 
 _LEAST = 2  # operators that are no views
 _MOST = 256  # what a backend does with more takes more than its share of time
@@ -390,13 +390,11 @@ def _function(
             lambda leaf: values[leaf.id] if isinstance(leaf, Ref) else leaf,
             (step.args, step.kwargs),
         )
-        made = graph.call_function(step.op, args, kwargs)
-        if not makes_one_tensor(step.op):
-            made = graph.call_function(results, (made,))
-        for position, ref in enumerate(step.outputs):
-            if ref is not None and makes_one_tensor(step.op):
-                values[ref.id] = made
-            elif ref is not None:
-                values[ref.id] = graph.call_function(getitem, (made, position))
+        out = graph.call_function(step.op, args, kwargs)
+        one = makes_one_tensor(step.op)
+        row = out if one else graph.call_function(results, (out,))
+        for n, ref in enumerate(step.outputs):
+            if ref is not None:
+                values[ref.id] = out if one else graph.call_function(getitem, (row, n))
     graph.output([values[ref.id] for ref in outputs])
     return torch.fx.GraphModule(torch.nn.Module(), graph).forward

@@ -6,7 +6,7 @@ The result is the same up to rounding.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -109,8 +109,13 @@ class _Rewriter:
         for pattern, op, names in _FUSED:
             binding: dict[str, Any] = {}
             if _matches(pattern, node, self.maker, binding):
-                return (replace(node, op=op, args=tuple(binding[n] for n in names)),)
+                args = tuple(binding[name] for name in names)
+                if self._of_one_shape((*args, *node.outputs)):
+                    return (replace(node, op=op, args=args),)
         return None
+
+    def _of_one_shape(self, values: Iterable[Any]) -> bool:
+        return len({self.metas[ref.id].shape for ref in values}) == 1
 
     def _scaled_scatter(self, node: Node) -> tuple[Node, ...] | None:
         """Numbers scattered among zeros and then scaled: scaled before, as few."""
@@ -122,8 +127,8 @@ class _Rewriter:
         index, few = self.metas[binding["index"].id], self.metas[by.id]
         zeros, dim, _, value = scatter.args
         same = few.dtype == self.metas[zeros.id].dtype and few.shape == index.shape
-        if not same:
-            return None
+        if not same or not few.shape or few.shape[dim] != 1:
+            return None  # else it is not every number that its own factor meets
         scaled = self._new(few)
         first = Node(aten.mul.Tensor, (by, value), {}, (scaled,), node.line)
         args = (zeros, dim, binding["index"], scaled)
@@ -132,7 +137,8 @@ class _Rewriter:
     def _before_expansion(self, node: Node) -> tuple[Node, ...] | None:
         """An operator on the elements that an expansion repeats, done before it."""
         operands = list(refs((node.args, node.kwargs)))
-        if len(operands) != 1 or not is_elementwise(node.op):
+        single = len(operands) == len(node.outputs) == 1
+        if not single or not is_elementwise(node.op):
             return None
         expansion = self.maker.get(operands[0])
         if expansion is None or expansion.op is not aten.expand.default:

@@ -4,40 +4,41 @@ Values made of constants alone (angles of a rotary embedding, a causal mask) are
 computed once, before the first step, however often the step writes them.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ._graph import Ref, map_leaves
+from ._kernels import updates
 from ._lower import Local as Step
 from ._program import Adjust, Compute, Local, Transfer
 
-_Outputs = tuple[Ref | None, ...]
 _ONE = 1 << 20  # bytes of a constant that is kept
 _ALL = 1 << 24  # bytes of all constants that are kept
 
 
 def simplify(
-    steps: Sequence[Step], values: Mapping[int, Local], outputs: _Outputs
-) -> tuple[list[Compute | Adjust], list[Step], _Outputs]:
+    steps: Sequence[Step], values: Mapping[int, Local], returned: Collection[int]
+) -> tuple[list[Compute | Adjust], list[Step]]:
     """Split a rank's graph into what is computed once and what at every step.
 
     Args:
         steps: The rank's graph.
         values: What is known of its values.
-        outputs: The values that are handed back.
+        returned: Numbers of the values that are handed back.
 
     Returns:
-        What is computed once, what at every step, and the outputs.
+        What is computed once, and what at every step.
     """
-    returned = {ref.id for ref in outputs if ref is not None}
     once: list[Compute | Adjust] = []
     repeated: list[Step] = []
     same: dict[Ref, Ref] = {}  # equal constants by another name
     known: dict[Hashable, Compute | Adjust] = {}
     made: set[Ref] = set()
     total = 0
+    read = {ref for step in steps for ref in step.reads}
     for step in steps:
-        step = _renamed(step, same)
+        step = _without_waste(_renamed(step, same), read, returned)
         size = sum(values[r.id].meta.nbytes for r in step.writes)
         fits = size <= _ONE and total + size <= _ALL
         constant = not isinstance(step, Transfer) and made.issuperset(step.reads)
@@ -52,7 +53,17 @@ def simplify(
             total += size
         else:
             same.update(zip(step.writes, twin.writes, strict=True))
-    return once, repeated, outputs
+    return once, repeated
+
+
+def _without_waste(step: Step, read: Collection[Ref], returned: Collection[int]) -> Any:
+    """A fused optimiser without the results that nobody wants: gradients."""
+    if not isinstance(step, Compute) or not updates(step.op):
+        return step
+    outputs = (
+        r if r in read or (r and r.id in returned) else None for r in step.outputs
+    )
+    return replace(step, outputs=tuple(outputs))
 
 
 def _key(step: Compute | Adjust, values: Mapping[int, Local]) -> Hashable:
@@ -67,7 +78,6 @@ def _key(step: Compute | Adjust, values: Mapping[int, Local]) -> Hashable:
 def _renamed(step: Step, same: Mapping[Ref, Ref]) -> Any:
     if same.keys().isdisjoint(step.reads):
         return step
-    from dataclasses import replace
 
     def name(leaf: Any) -> Any:
         return same.get(leaf, leaf) if isinstance(leaf, Ref) else leaf

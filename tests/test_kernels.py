@@ -209,7 +209,7 @@ def test_an_operator_gives_the_same_bits_in_a_place_for_its_result(
 def test_a_factor_may_be_given_by_position(op: Any) -> None:
     write, place = writer(op), normal(4, 6)
     assert write is not None
-    write([place], normal(4, 6), 2, 3)  # BUG: the overload that writes takes a keyword
+    write([place], normal(4, 6), 2, 3)
     assert_bits(place, op(normal(4, 6), 2, 3), op)
 
 
@@ -311,7 +311,7 @@ def optimiser_args(amsgrad: bool, turn: bool) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("op", FUSED, ids=str)
 @pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])  # BUG: scaled
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("turn", [False, True], ids=["", "transposed"])
 def test_optimisers_in_place_are_the_functional_ones(
     op: Any, amsgrad: bool, scaled: bool, turn: bool

@@ -131,7 +131,7 @@ def test_a_larger_one_keeps_its_shape() -> None:
         rest = torch.full((3, 5, 6), 1.0, dtype=torch.float64) - s
         return (batch.cos() * s) * aten.add.Scalar(batch * rest, 1) @ w
 
-    agree(step, W, X, steps=1)  # BUG: becomes an operator of the smaller shape
+    agree(step, W, X, steps=1)
 
 
 # --- updates --------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_an_operator_with_two_results_stays_behind_the_expansion() -> None:
         mantissa, exponent = torch.frexp(w.sum(0, keepdim=True).expand(5, 4))
         return mantissa * exponent + batch.sum()
 
-    agree(step, W, X, steps=1)  # BUG: ValueError: too many values to unpack
+    agree(step, W, X, steps=1)
 
 
 def test_a_result_that_was_expanded_can_replace_an_argument() -> None:
@@ -319,7 +319,7 @@ COLUMN = torch.tensor([[1], [3], [0], [2], [2]])
 FULL = (torch.arange(20).view(5, 4) * 7) % 4
 SCALED: dict[str, Step] = {
     "a column": lambda x: hits(COLUMN) * x[:, :1],
-    "every column": lambda x: hits(FULL[:, [1, 1, 2, 0]]) * x,  # BUG: wrong numbers
+    "every column": lambda x: hits(FULL[:, [1, 1, 2, 0]]) * x,
     "a row": lambda x: hits(COLUMN) * x[0],
     "a number": lambda x: hits(COLUMN) * x.sum(),
     "ones": lambda x: hits(COLUMN, base=1.0) * x[:, :1],

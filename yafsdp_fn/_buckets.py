@@ -54,7 +54,7 @@ class Buckets:
             if not wanted.isdisjoint(transfer.targets):
                 issued += self.need(transfer.sources)
         for kind, transfer in list(self.open.items()):
-            if not wanted.isdisjoint(transfer.targets):
+            if kind in self.open and not wanted.isdisjoint(transfer.targets):
                 issued += self._start(kind)
         for transfer in list(self.flying):
             if transfer in self.flying and not wanted.isdisjoint(transfer.targets):
@@ -63,7 +63,10 @@ class Buckets:
 
     def start_all(self) -> list[Instruction]:
         """Start what is ready: the group that it comes from has ended."""
-        return [each for kind in list(self.open) for each in self._start(kind)]
+        kinds = list(self.open)
+        return [
+            each for kind in kinds if kind in self.open for each in self._start(kind)
+        ]
 
     def finish(self) -> list[Instruction]:
         """Start and await all that is left."""
@@ -74,19 +77,22 @@ class Buckets:
         return issued
 
     def _start(self, kind: _Kind) -> list[Instruction]:
-        transfer = self._with_scratch(self.open.pop(kind))
         issued: list[Instruction] = []
-        while self.flying and self._in_flight() + self._bytes(transfer) > self.room:
+        # What waits may add to this bucket, or start it.
+        while kind in self.open and self.flying and self._is_full(self.open[kind]):
             issued += self._wait(self.flying[0])
-        self.flying.append(transfer)
-        return [*issued, Start(transfer)]
+        if kind in self.open:
+            transfer = self._with_scratch(self.open.pop(kind))
+            self.flying.append(transfer)
+            issued.append(Start(transfer))
+        return issued
 
     def _wait(self, transfer: Transfer) -> list[Instruction]:
         """Await a transfer; what reads its results is ready then."""
         self.flying.remove(transfer)
         issued: list[Instruction] = [Wait(transfer)]
         for each in list(self.later):
-            if not self._makes(each.sources):
+            if each in self.later and not self._makes(each.sources):
                 self.later.remove(each)
                 issued += self.add(each)
         return issued
@@ -96,8 +102,9 @@ class Buckets:
         pending = (*self.open.values(), *self.flying, *self.later)
         return any(not set(refs).isdisjoint(each.targets) for each in pending)
 
-    def _in_flight(self) -> int:
-        return sum(map(self._bytes, self.flying))
+    def _is_full(self, transfer: Transfer) -> bool:
+        """Whether what is in flight leaves no room for a transfer."""
+        return sum(map(self._bytes, (*self.flying, transfer))) > self.room
 
     def _with_scratch(self, transfer: Transfer) -> Transfer:
         if transfer.kind != "reduce_scatter":

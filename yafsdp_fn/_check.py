@@ -131,13 +131,8 @@ class _Checker:
         read = [ref for ref in instruction.reads if self._owner(ref.id) == old]
         if not read or old not in self.ending or not isinstance(instruction, Compute):
             return False
-        buffers, values = self.program.buffers, self.program.values
-        alike = all(
-            (values[ref.id].meta.shape, values[ref.id].meta.dtype)
-            == (values[new].meta.shape, values[new].meta.dtype)
-            for ref in read
-        )
-        same = buffers[new].offset == buffers[old].offset and alike
+        buffers = self.program.buffers
+        same = buffers[new].offset == buffers[old].offset
         return same and may_overwrite(self.program, instruction, read)
 
     def _owner(self, number: int) -> int:

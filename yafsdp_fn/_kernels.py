@@ -188,11 +188,12 @@ def update(
     flags, apart = iter(given), own or kwargs.get("grad_scale") is not None
     for number, tensors in enumerate(lists):
         for n, tensor in enumerate(tensors):
-            mine = next(flags) and tensor.is_contiguous()
-            if not mine and number != _CONSTANT_LIST:
+            if next(flags) and tensor.is_contiguous():
+                continue
+            if number == _CONSTANT_LIST and not apart:
+                tensors[n] = tensor.contiguous()
+            else:  # the kernel walks raw memory
                 tensors[n] = tensor.clone(memory_format=torch.contiguous_format)
-            elif not mine:
-                tensors[n] = tensor.clone() if apart else tensor.contiguous()
     _IN_PLACE[op](*lists, *map_leaves(_contiguous, rest), **kwargs)
     return [tensor for tensors in lists for tensor in tensors]
 

@@ -127,6 +127,11 @@ def moved_onto_others(program: Program) -> Iterator[Program]:
             yield _moved(program, new, buffers[old].offset + shift)
 
 
+def _moved(program: Program, number: int, offset: int) -> Program:
+    buffer = replace(program.buffers[number], offset=offset)
+    return replace(program, buffers={**program.buffers, number: buffer})
+
+
 @fewer
 @given(step=small_steps, mesh=meshes(), seed=st.integers(0, 50))
 def test_a_value_on_top_of_another_is_found(

@@ -24,8 +24,8 @@ from torch.func import grad_and_value
 import yafsdp_fn as yf
 from yafsdp_fn import _collectives
 from yafsdp_fn._arena import POOL
+from yafsdp_fn._bind import Rank
 from yafsdp_fn._buckets import Buckets
-from yafsdp_fn._collectives import Exchange
 from yafsdp_fn._graph import Ref
 from yafsdp_fn._program import Compute, Free, Program, Start, Transfer, Wait
 from yafsdp_fn._shapes import is_direct, packed_bytes
@@ -693,7 +693,7 @@ def test_weights_and_gradients_travel_from_and_to_where_they_lie(world: Any) -> 
                 continue
             seen += 1
             meta, owner = plan.values[ref.id].meta, plan.owner[ref.id]
-            assert is_direct(meta, cut)
+            assert is_direct(meta, cut[0])
             ranks = plan.sizes[axis]
             assert plan.buffers[owner].nbytes >= packed_bytes(meta, cut, ranks)
             if not gathers:
@@ -788,19 +788,19 @@ def copied_by_transfers(step: Any, state: Tree, batch: Tree) -> list[Any]:
         shapes.extend([part.shape] * (storage_id(packed) != storage_id(part)))
         return packed
 
-    def put(exchange: Exchange, target: int, made: torch.Tensor) -> None:
+    def put(rank: Rank, number: int, made: torch.Tensor) -> None:
         shapes.append(made.shape)
-        PUT(exchange, target, made)
+        PUT(rank, number, made)
 
     with (
         mock.patch.object(_collectives, "pack", pack),
-        mock.patch.object(Exchange, "_put", put),
+        mock.patch.object(Rank, "put", put),
     ):
         step(*state, batch)
     return shapes
 
 
-PACK, PUT = _collectives.pack, Exchange._put
+PACK, PUT = _collectives.pack, Rank.put
 
 
 def on_two_processes() -> tuple[Any, list[Any]]:

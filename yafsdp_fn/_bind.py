@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from ._errors import ProgramError
-from ._graph import Ref, map_leaves, results
+from ._graph import Ref, filled, results
 from ._kernels import update, updates, writer
 from ._layout import interval
 from ._placed import Slice
 from ._program import Adjust, Compute, Free, Program, bind
-from ._shapes import dense_stride
+from ._shapes import dense_stride, in_order
 from ._torch import storage_id
 
 Environment = MutableMapping[int, torch.Tensor]
@@ -44,21 +44,15 @@ def caller(instruction: Compute, coordinate: Sequence[int]) -> Callable[..., Any
     args, kwargs = bind((list(instruction.args), dict(instruction.kwargs)), coordinate)
     slots = [(n, arg.id) for n, arg in enumerate(args) if isinstance(arg, Ref)]
     if len(slots) < len(instruction.reads):  # tensors in lists or keyword arguments
-        return lambda values, op: op(*_filled(args, values), **_filled(kwargs, values))
+        return lambda values, op: op(*filled(args, values), **filled(kwargs, values))
 
     def call(values: Environment, op: Any) -> Any:
-        filled = list(args)
+        given = list(args)
         for position, number in slots:
-            filled[position] = values[number]
-        return op(*filled, **kwargs)
+            given[position] = values[number]
+        return op(*given, **kwargs)
 
     return call
-
-
-def _filled(arguments: Any, values: Environment) -> Any:
-    return map_leaves(
-        lambda leaf: values[leaf.id] if isinstance(leaf, Ref) else leaf, arguments
-    )
 
 
 def _store(values: Environment, targets: Sequence[int | None], out: Any) -> None:
@@ -154,8 +148,8 @@ class Rank:
         if {r.id for r in instruction.reads} | set(places) <= self.fixed:
             args, kwargs = bind((instruction.args, instruction.kwargs), self.coordinate)
             outs = [self.values[n] for n in places]
-            filled, named = _filled((args, kwargs), self.values)
-            return functools.partial(write, outs, *filled, **named)
+            given, named = filled((args, kwargs), self.values)
+            return functools.partial(write, outs, *given, **named)
         return self._written(instruction, write, places)
 
     def _allocated(self, instruction: Compute) -> Action:
@@ -205,7 +199,7 @@ class Rank:
         targets = [None if r is None else r.id for r in instruction.outputs]
         given = [r is not None and r.id in donated for r in instruction.outputs]
         count = len(instruction.args[1])
-        own = not self._unused(instruction.outputs[count : 2 * count])
+        own = any(instruction.outputs[count : 2 * count])  # None if nobody reads them
 
         def op(*args: Any, **kwargs: Any) -> list[torch.Tensor]:
             return update(instruction.op, args, kwargs, given, own)
@@ -214,11 +208,6 @@ class Rank:
             _store(self.values, targets, call(self.values, op))
 
         return action
-
-    def _unused(self, refs: Sequence[Ref | None]) -> bool:
-        """Whether no instruction reads these values, and none is handed back."""
-        used = {r for each in self.program.instructions for r in each.reads}
-        return used.union(self.program.outputs).isdisjoint(filter(None, refs))
 
     def _adjusted(self, instruction: Adjust) -> Action:
         source, target = instruction.source.id, instruction.target.id
@@ -328,6 +317,15 @@ class Rank:
                     dtype=local.meta.dtype,
                     device=local.meta.device,
                 )
+
+    def put(self, number: int, made: torch.Tensor) -> None:
+        """Take what a transfer has left in memory of its own."""
+        if number in self.fixed:
+            self.values[number].copy_(made)
+        else:
+            self.values[number] = in_order(
+                made, self.program.values[number].meta.stride
+            )
 
     def results(self) -> list[torch.Tensor | None]:
         """Hand out the results."""

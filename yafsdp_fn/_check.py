@@ -15,6 +15,7 @@ from ._program import (
     Start,
     Transfer,
     Wait,
+    begun,
 )
 
 
@@ -107,16 +108,12 @@ class _Checker:
 
     def _occupy(self, where: str, instruction: Instruction) -> None:
         """Take the ranges that an instruction writes."""
-        begun = instruction.writes
+        taken_now = begun(instruction)
         if isinstance(instruction, Start):
-            transfer = instruction.transfer
-            begun = (*transfer.targets, *transfer.scratch)
-            self.scratch |= {ref.id for ref in transfer.scratch}
-            self.scratch |= {ref.id for ref in transfer.targets}
+            self.scratch |= {ref.id for ref in taken_now}
         elif isinstance(instruction, Wait):
             self.scratch -= {ref.id for ref in instruction.transfer.targets}
-            return
-        for number in {self._owner(ref.id) for ref in begun}:
+        for number in {self._owner(ref.id) for ref in taken_now}:
             buffer = self.program.buffers.get(number)
             if buffer is not None and number not in self.ranges:
                 for other, taken in self.ranges.items():

@@ -49,20 +49,6 @@ def unpack(packed: torch.Tensor, dim: int, rows: int) -> torch.Tensor:
     return packed.narrow(0, 0, rows).movedim(0, dim)
 
 
-def in_order(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A value with its dimensions in memory in the order that `stride` has them.
-
-    Kernels are chosen while a step is traced, some of them for the strides that they
-    see then; what a collective writes must not lie in another order.
-    """
-    order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
-    seen = [tensor.stride(d) for d in order if tensor.shape[d] > 1]
-    if seen == sorted(seen, reverse=True):
-        return tensor
-    inverse = sorted(range(tensor.dim()), key=order.__getitem__)
-    return tensor.permute(order).contiguous().permute(inverse)
-
-
 def combine(
     parts: Sequence[torch.Tensor], op: str, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -190,7 +176,7 @@ class Exchange:
 
     def _gathers(self, item: int) -> Callable[[], Finish]:
         source, target, dim, chunk = self._item(item)
-        place = self._place(target, self.ranks * chunk)
+        place = self._place(target, dim, self.ranks * chunk)
         values, gather = self.rank.values, self.backend.all_gather
         channel = self._channel(item)
         rows = self._rows(target, dim)
@@ -205,7 +191,7 @@ class Exchange:
             def finish(_: torch.Tensor = part) -> None:
                 wait()
                 if place is None:
-                    self._put(target, unpack(whole, dim, rows))
+                    self.rank.put(target, unpack(whole, dim, rows))
 
             return finish
 
@@ -213,7 +199,7 @@ class Exchange:
 
     def _scatters(self, item: int) -> Callable[[], Finish]:
         source, target, dim, chunk = self._item(item)
-        packed_place = self._place(source, self.ranks * chunk)
+        packed_place = self._place(source, dim, self.ranks * chunk)
         place = self.rank.values[target] if target in self.rank.fixed else None
         values, backend = self.rank.values, self.backend
         channel = self._channel(item)
@@ -233,7 +219,7 @@ class Exchange:
             def finish(_: torch.Tensor = packed) -> None:
                 wait()
                 if not backend.receives:
-                    self._put(target, unpack(out, dim, rows))
+                    self.rank.put(target, unpack(out, dim, rows))
                     return
                 parts = [
                     (packed if n == own else out)[n * chunk : n * chunk + rows]
@@ -242,7 +228,7 @@ class Exchange:
                 if place is not None:
                     combine(parts, "sum", place)
                 else:
-                    self._put(target, unpack(combine(parts, "sum"), dim, rows))
+                    self.rank.put(target, unpack(combine(parts, "sum"), dim, rows))
 
             return finish
 
@@ -254,7 +240,7 @@ class Exchange:
 
         def begin() -> Finish:
             done = self.backend.all_reduce(values[source], op, channel)
-            return lambda: self._put(target, done())
+            return lambda: self.rank.put(target, done())
 
         return begin
 
@@ -271,15 +257,7 @@ class Exchange:
     def _rows(self, target: int, dim: int) -> int:
         return self.rank.program.values[target].shape(self.rank.coordinate)[dim]
 
-    def _put(self, target: int, made: torch.Tensor) -> None:
-        """Hand out a result that has come in memory of its own."""
-        made = in_order(made, self.rank.program.values[target].meta.stride)
-        if target in self.rank.fixed:
-            self.rank.values[target].copy_(made)
-        else:
-            self.rank.values[target] = made
-
-    def _place(self, number: int, rows: int) -> torch.Tensor | None:
+    def _place(self, number: int, dim: int, rows: int) -> torch.Tensor | None:
         """A value in the arena as rows, with those that pad it; None if it isn't."""
         program = self.rank.program
         owner, local = program.owner.get(number, number), program.values[number]
@@ -289,16 +267,10 @@ class Exchange:
         tensor, count = self.rank.values[number], rows * math.prod(shape[1:])
         whole = self.rank.view(owner, local.meta.dtype)
         starts = tensor.storage_offset() == whole.storage_offset()
-        direct = is_direct(local.meta, (0, 0)) and tensor.is_contiguous() and starts
-        if not direct or self._dims(number) != 0 or whole.numel() < count:
+        direct = is_direct(local.meta, dim) and tensor.is_contiguous() and starts
+        if not direct or whole.numel() < count:
             return None
         return whole[:count].view(rows, *shape[1:])
-
-    def _dims(self, number: int) -> int:
-        """Along which dimension a value is cut by this transfer."""
-        ends = (*self.transfer.sources, *self.transfer.targets)
-        item = [ref.id for ref in ends].index(number) % len(self.transfer.sources)
-        return self.transfer.cuts[item][0]
 
     def _scratch(self, item: int, dim: int, chunk: int) -> torch.Tensor | None:
         """Memory for the parts that the other ranks send."""

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from ._graph import Ref, map_leaves
+from ._graph import filled
 from ._held import peak, split_at_peak
 from ._local_ops import LOCAL_OPS, onednn_product
 from ._program import Compute, Program, Transfer, bind
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 def memory(program: Program) -> dict[str, int]:
     """Bytes that the first rank holds; `Lowered.memory_analysis` says of what."""
-    first = (0,) * len(program.sizes)
+    first = program.first
     kept = {ref.id for ref in program.outputs if ref is not None}
     held = split_at_peak(program)
     shards = sum(program.values[ref.id].nbytes(first) for ref in program.inputs)
@@ -67,8 +67,8 @@ def _moved(program: Program, transfers: Sequence[Transfer]) -> int:
 
 def _flops(program: Program) -> int:
     tensors = Shapes(program).tensors
-    first = (0,) * len(program.sizes)
-    return sum(_count(each, tensors, first) for each in computed(program.instructions))
+    operators = computed(program.instructions)
+    return sum(_count(each, tensors, program.first) for each in operators)
 
 
 def computed(instructions: Iterable[Any]) -> Iterator[Compute]:
@@ -88,10 +88,8 @@ def _count(
         count = flop_registry.get(packet)
     if count is None:
         return 0
-    args, kwargs = map_leaves(
-        lambda leaf: tensors[leaf.id] if isinstance(leaf, Ref) else leaf,
-        bind((instruction.args, dict(instruction.kwargs)), first),
-    )
+    bound = bind((instruction.args, dict(instruction.kwargs)), first)
+    args, kwargs = filled(bound, tensors)
     made = [None if ref is None else tensors[ref.id] for ref in instruction.outputs]
     result = made[0] if len(made) == 1 else tuple(made)
     return int(count(*args, **kwargs, out_val=result))

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
@@ -18,6 +17,7 @@ from ._mesh import (
     batch_axes,
     coordinates,
     from_torch,
+    gathered,
     is_emulated,
     part_of,
     split_on,
@@ -284,14 +284,7 @@ def _along_axes(mesh: DeviceMesh, items: Sequence[Any]) -> list[Any]:
 
 def _along_batch(world: Any, mesh: DeviceMesh, item: Any) -> list[Any]:
     """This rank's item and those of the other ranks along the batch axes, in order."""
-    gathered = [item]
-    for axis in reversed(batch_axes(mesh)):
-        group = world.groups[axis]
-        if group is not None:
-            rows: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(rows, gathered, group=group)
-            gathered = [entry for row in rows for entry in row]
-    return gathered
+    return gathered(item, [world.groups[axis] for axis in batch_axes(mesh)])
 
 
 def _check_rows(path: str, part: Any) -> None:

@@ -1,6 +1,6 @@
 """The global graph of a step: what `trace` hands to `place`."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,24 @@ def map_leaves(fn: Callable[[Any], Any], arguments: Any) -> Any:
     if isinstance(arguments, tuple | list) and not isinstance(arguments, torch.Size):
         return type(arguments)([map_leaves(fn, a) for a in arguments])
     return fn(arguments)
+
+
+def filled(arguments: Any, values: Mapping[int, Any]) -> Any:
+    """(Nested) arguments with values, by their number, in the place of references."""
+    return map_leaves(
+        lambda leaf: values[leaf.id] if isinstance(leaf, Ref) else leaf, arguments
+    )
+
+
+def live_nodes(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[Node, ...]:
+    """The operators without those that no output needs."""
+    needed = {ref.id for output in outputs for ref in refs(output.value)}
+    kept = []
+    for node in reversed(nodes):
+        if any(ref and ref.id in needed for ref in node.outputs):
+            needed.update(ref.id for ref in refs((node.args, node.kwargs)))
+            kept.append(node)
+    return tuple(reversed(kept))
 
 
 def results(out: Any) -> list[Any]:

@@ -22,7 +22,7 @@ def peak(program: Program, coordinate: Sequence[int] | None = None) -> int:
 
     The arena counts whole, whatever of it is in use.
     """
-    at = coordinate or (0,) * len(program.sizes)
+    at = coordinate or program.first
     beside = (
         held.get("fresh", 0) + held.get("outputs", 0)
         for held in held_bytes(program, at)
@@ -32,9 +32,8 @@ def peak(program: Program, coordinate: Sequence[int] | None = None) -> int:
 
 def split_at_peak(program: Program) -> Held:
     """What the first rank holds when it holds most, by kind."""
-    first = (0,) * len(program.sizes)
-    nothing = {"shards": _kept_bytes(program, first)}
-    held = held_bytes(program, first)
+    nothing = {"shards": _kept_bytes(program, program.first)}
+    held = held_bytes(program, program.first)
     return max(held, key=lambda kinds: sum(kinds.values()), default=nothing)
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ._arena import POOL
 from ._bind import Action, Rank, nothing
-from ._collectives import Exchange, exchange, in_order
+from ._collectives import Exchange, exchange
 from ._program import Program, Start, Transfer, Wait
 from ._shared import Neighbours, join
 
@@ -82,7 +82,7 @@ class Runner:
 
     def forget(self) -> None:
         """Drop what lies in the arena, which has been replaced."""
-        self.rank, self.actions = None, []
+        self.rank, self.each, self.actions = None, [], []
 
     def _bound(self) -> Rank:
         program = self.program
@@ -211,10 +211,7 @@ class Emulator:
                 [0 if dim is None else shape[dim] for shape in shapes],
             )
             for rank, value in zip(ranks, made, strict=True):
-                if target in rank.fixed:
-                    rank.values[target].copy_(value)
-                else:
-                    rank.values[target] = in_order(value, local.meta.stride)
+                rank.put(target, value)
 
     def _rows(self, axis: int) -> Mapping[tuple[int, ...], list[int]]:
         """Ranks that differ in nothing but their place on an axis."""

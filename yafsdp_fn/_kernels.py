@@ -38,7 +38,7 @@ def _writer(op: Any) -> Writer | None:
     found = out_overload(op)
     if found is None:
         return None
-    overload, (name,) = found
+    overload, name = found
     if op in _WITH_FACTOR:
         return _scaled(overload)
     return lambda outs, *args, **kwargs: overload(*args, **kwargs, **{name: outs[0]})

@@ -76,9 +76,9 @@ class _Writer:
 
     def _places(self, transfer: Transfer) -> str:
         """Which bytes of the arena the whole values take."""
-        whole = transfer.targets if transfer.kind == "all_gather" else transfer.sources
         owner, buffers = self.program.owner, self.program.buffers
-        found = [buffers[n] for r in whole if (n := owner.get(r.id, r.id)) in buffers]
+        refs = transfer.whole
+        found = [buffers[n] for r in refs if (n := owner.get(r.id, r.id)) in buffers]
         if not found:
             return ""
         ranges = [f"{b.offset}..{b.end}" for b in _together(found)]

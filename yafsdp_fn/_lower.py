@@ -4,11 +4,13 @@ Operators stay the same; the lengths that they are told become those of a rank's
 Moves become collectives, or cuts that move nothing.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from ._graph import Ref
+from ._graph import Ref, map_leaves
 from ._layout import Split
 from ._local_ops import LOCAL_OPS, onednn_product, prefers_onednn
 from ._placed import AllGather, AllReduce, First, Placed, ReduceScatter, Slice, Step
@@ -16,6 +18,28 @@ from ._program import Adjust, Compute, Extent, Transfer
 from ._torch import onednn_linear
 
 Local = Compute | Adjust | Transfer
+
+
+def _same(ref: Ref) -> Ref:
+    return ref
+
+
+def renamed(
+    step: Local, read: Callable[[Ref], Ref], write: Callable[[Ref], Ref] = _same
+) -> Local:
+    """A step with other names for what it reads and what it writes."""
+
+    def reads(leaf: Any) -> Any:
+        return read(leaf) if isinstance(leaf, Ref) else leaf
+
+    if isinstance(step, Compute):
+        args, kwargs = map_leaves(reads, (step.args, step.kwargs))
+        outputs = tuple(None if ref is None else write(ref) for ref in step.outputs)
+        return replace(step, args=args, kwargs=kwargs, outputs=outputs)
+    if isinstance(step, Adjust):
+        return replace(step, source=read(step.source), target=write(step.target))
+    sources, targets = map(read, step.sources), map(write, step.targets)
+    return replace(step, sources=tuple(sources), targets=tuple(targets))
 
 
 def lower(placed: Placed, fast_products: bool = True) -> tuple[Local, ...]:

@@ -1,4 +1,4 @@
-"""Where values lie: an arena planned ahead from lifetimes, and what a rank holds.
+"""Where values lie: an arena planned ahead from lifetimes.
 
 Everything that an operator or a collective can write in place lies at a fixed offset of
 one arena that is allocated once: gathered parameters, gradients, what the ranks send of
@@ -17,6 +17,7 @@ import torch
 
 from . import _rules
 from ._graph import Ref
+from ._groups import is_gather
 from ._kernels import OVERWRITES, ROW_BY_ROW, updates, writer
 from ._layout import Meta
 from ._program import (
@@ -75,7 +76,6 @@ class _Lives:
 
     def __init__(self, program: Program, owner: dict[int, int], shapes: Shapes) -> None:
         self.program, self.owner, self.shapes = program, owner, shapes
-        self.first = (0,) * len(program.sizes)
         self.joined: dict[int, int] = {}  # an owner in the memory of an operand's
         self.inputs = {ref.id for ref in program.inputs}
         self.kept = {owner[r.id] for r in program.outputs if r is not None}
@@ -147,9 +147,9 @@ class _Lives:
         return number
 
     def _span(self, number: int) -> Span:
-        position, maker = self.made_by[number]
+        position, _ = self.made_by[number]
         end = max(self.touched[number], default=position)
-        return Span(position, end, _aligned(self._nbytes(number, maker)))
+        return Span(position, end, _aligned(self._nbytes(number)))
 
     def _fits(self, number: int) -> bool:
         """Whether memory that an instruction makes can lie in the arena."""
@@ -168,14 +168,12 @@ class _Lives:
 
     def _direct(self, transfer: Transfer, number: int) -> bool:
         item = transfer.targets.index(Ref(number))
-        return is_direct(self.program.values[number].meta, transfer.cuts[item])
+        return is_direct(self.program.values[number].meta, transfer.cuts[item][0])
 
-    def _nbytes(self, number: int, maker: Instruction) -> int:
+    def _nbytes(self, number: int) -> int:
         """Bytes of a value with what a collective pads it by, as operand or result."""
         local = self.program.values[number]
-        needed = [local.nbytes(self.first)]
-        if isinstance(maker, Start) and Ref(number) in maker.transfer.held:
-            needed.append(self._packed(maker.transfer, number))
+        needed = [local.nbytes(self.program.first)]
         for position in self.touched[number]:
             instruction = self.program.instructions[position]
             if isinstance(instruction, Start):
@@ -184,20 +182,17 @@ class _Lives:
 
     def _packed(self, transfer: Transfer, number: int) -> int:
         """Bytes of a value that a collective reads or writes whole."""
-        whole = transfer.targets if transfer.kind == "all_gather" else transfer.sources
         ranks = self.program.sizes[transfer.axis]
         for item, cut in enumerate(transfer.cuts):
             scratch = transfer.scratch[item : item + 1]
-            if number in (self.owner[whole[item].id], *(r.id for r in scratch)):
-                meta = self._local_meta(whole[item].id)
-                if is_direct(meta, cut):
-                    return packed_bytes(meta, cut, ranks)
-                return ranks * cut[1] * (meta.nbytes // max(1, meta.shape[cut[0]]))
+            whole = transfer.whole[item].id
+            if number in (self.owner[whole], *(ref.id for ref in scratch)):
+                return packed_bytes(self._local_meta(whole), cut, ranks)
         return 0
 
     def _local_meta(self, number: int) -> Meta:
         local = self.program.values[number]
-        return replace(local.meta, shape=local.shape(self.first))
+        return replace(local.meta, shape=local.shape(self.program.first))
 
     # --- in place ---
 
@@ -247,7 +242,7 @@ class _Lives:
         return [
             n
             for n, each in enumerate(self.program.instructions)
-            if isinstance(each, Wait) and _is_gather(each.transfer)
+            if isinstance(each, Wait) and is_gather(each.transfer)
         ]
 
     @cached_property
@@ -261,7 +256,7 @@ class _Lives:
         found = {
             self.owner[r.id]
             for t in self.program.transfers()
-            if _is_gather(t)
+            if is_gather(t)
             for r in t.targets
         }
         for each in self.program.instructions:
@@ -284,14 +279,9 @@ class _Lives:
             return "gathered"
         if number in self._summed:
             return "gradients"
-        begin = self.made_by[number][0]
-        end = max(self.touched[number], default=begin)
-        passed = any(begin < n < end for n in self._gathers)
+        span = self.own[number]
+        passed = any(span.begin < n < span.end for n in self._gathers)
         return "activations" if passed else "temporaries"
-
-
-def _is_gather(transfer: Transfer) -> bool:
-    return transfer.kind == "all_gather" and transfer.planned
 
 
 def _held(instruction: Instruction) -> tuple[Ref, ...]:

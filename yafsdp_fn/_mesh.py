@@ -21,6 +21,20 @@ from ._layout import SUM, WHOLE, Placement, Placements, Split, even_chunk, inter
 from ._torch import HashStore, offline_mesh
 
 
+def gathered(value: Any, groups: Sequence[dist.ProcessGroup | None]) -> list[Any]:
+    """The value of every rank along these axes, in their order; a collective.
+
+    The last axis is gathered first; one of a single rank has no group.
+    """
+    found = [value]
+    for group in reversed(groups):
+        if group is not None:
+            rows: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(rows, found, group=group)
+            found = [item for row in rows for item in row]
+    return found
+
+
 class EmulatedMesh(DeviceMesh):
     """A mesh whose ranks all live in this process; it has no process groups."""
 

@@ -10,20 +10,19 @@ runs under the compute of other groups, in few buffers.
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ._buckets import Buckets, joined
-from ._graph import Ref, map_leaves
+from ._graph import Ref
 from ._groups import Groups, is_gather, layer_of
 from ._lower import Local as Step
+from ._lower import renamed
 from ._memory import with_buffers
 from ._paging import Stay, begins, least_memory, stays
 from ._placed import Placed
 from ._program import (
-    Adjust,
-    Compute,
     Free,
     Instruction,
     Local,
@@ -124,10 +123,9 @@ class _Planner:
         for number, stay in enumerate(self.stays):
             for event in range(stay.first, stay.last + 1):
                 self.stay_of[stay.group, event] = number
-        largest = sorted(groups.sizes.values(), reverse=True)[:2]
-        full = largest[0] / _PARTS if largest else 0
         # One buffer of gradients is in flight while another one is filled.
-        room = largest[0] if largest else math.inf
+        room = max(groups.sizes.values(), default=math.inf)
+        full = room / _PARTS if groups.sizes else 0
         self.buckets = Buckets(self._nbytes, self._scratch, full, room)
 
     # --- events ---
@@ -199,10 +197,9 @@ class _Planner:
 
     def gathers(self, stay: int) -> list[int]:
         """The gathers of a stay that can be started ahead."""
-        group, events = self.stays[stay].group, self.stays[stay]
-        used = (
-            self._used(e, group) for e in self.events[events.first : events.last + 1]
-        )
+        found = self.stays[stay]
+        events = self.events[found.first : found.last + 1]
+        used = (self._used(event, found.group) for event in events)
         wanted = sorted({m for members in used for m in members})
         return [
             m
@@ -273,7 +270,7 @@ class _Planner:
         def write(ref: Ref) -> Ref:
             return ref if stay is None else self.name(ref, stay)
 
-        return _renamed(step, read, write)
+        return renamed(step, read, write)
 
     def renamed_for(self, step: Step, stay: int) -> Any:
         """A feeder or a gather of a stay."""
@@ -282,7 +279,7 @@ class _Planner:
             fed = self.groups.maker.get(ref.id, -1) in self.groups.feeders
             return self.name(ref, stay) if fed else ref
 
-        return _renamed(step, read, lambda ref: self.name(ref, stay))
+        return renamed(step, read, lambda ref: self.name(ref, stay))
 
     def name(self, ref: Ref, stay: int) -> Ref:
         """The name of a value in a stay: the first one keeps that of the graph."""
@@ -307,22 +304,6 @@ class _Planner:
 
 
 _PARTS = 4  # buckets of gradients in the largest group
-
-
-def _renamed(
-    step: Step, read: Callable[[Ref], Ref], write: Callable[[Ref], Ref]
-) -> Step:
-    def reads(leaf: Any) -> Any:
-        return read(leaf) if isinstance(leaf, Ref) else leaf
-
-    if isinstance(step, Compute):
-        args, kwargs = map_leaves(reads, (step.args, step.kwargs))
-        outputs = tuple(None if ref is None else write(ref) for ref in step.outputs)
-        return replace(step, args=args, kwargs=kwargs, outputs=outputs)
-    if isinstance(step, Adjust):
-        return replace(step, source=read(step.source), target=write(step.target))
-    sources, targets = map(read, step.sources), map(write, step.targets)
-    return replace(step, sources=tuple(sources), targets=tuple(targets))
 
 
 def _issued(step: Step) -> list[Instruction]:

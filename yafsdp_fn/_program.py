@@ -8,6 +8,7 @@ text of the program is the same on all ranks, and can be compared.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import FunctionType
 from typing import Any
 
@@ -97,6 +98,11 @@ class Transfer:
     def held(self) -> tuple[Ref, ...]:
         """What is in use from the start to the wait."""
         return (*self.sources, *self.targets, *self.scratch)
+
+    @property
+    def whole(self) -> tuple[Ref, ...]:
+        """The values of which a rank holds all: results of gathers, else operands."""
+        return self.targets if self.kind == "all_gather" else self.sources
 
     @property
     def reads(self) -> tuple[Ref, ...]:
@@ -235,6 +241,11 @@ class Program:
     donated: Mapping[int, int] = field(default_factory=dict)
 
     @property
+    def first(self) -> tuple[int, ...]:
+        """Where the first rank is, whose parts are never smaller than another's."""
+        return (0,) * len(self.sizes)
+
+    @cached_property
     def device(self) -> torch.device:
         """Where the arena lies: the device of the values, an accelerator if any."""
         found = {value.meta.device for value in self.values.values()}

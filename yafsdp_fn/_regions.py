@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._collectives import in_order
 from ._errors import ArgumentError
-from ._graph import Ref, map_leaves, results
+from ._graph import Ref, filled, map_leaves, results
 from ._kernels import updates
 from ._layout import Split, Whole
 from ._lines import warn
 from ._local_ops import LOCAL_OPS, local_attention, local_attention_backward
 from ._program import Compute, Extent, Instruction, Local
-from ._shapes import is_view
+from ._shapes import in_order, is_view
 from ._torch import is_operator, makes_one_tensor, missing_compiler, storage_id
 
 aten = torch.ops.aten
@@ -386,10 +385,7 @@ def _function(
         if isinstance(operand, torch.Tensor):
             values[number] = graph.placeholder(f"x{number}")
     for step in steps:
-        args, kwargs = map_leaves(
-            lambda leaf: values[leaf.id] if isinstance(leaf, Ref) else leaf,
-            (step.args, step.kwargs),
-        )
+        args, kwargs = filled((step.args, step.kwargs), values)
         out = graph.call_function(step.op, args, kwargs)
         one = makes_one_tensor(step.op)
         row = out if one else graph.call_function(results, (out,))

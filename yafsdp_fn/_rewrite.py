@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ._graph import Graph, Node, Output, Ref, map_leaves, refs
+from ._graph import Graph, Node, Ref, live_nodes, map_leaves, refs
 from ._kernels import updates
 from ._layout import Meta
 from ._rules import is_elementwise
@@ -28,18 +28,8 @@ def rewrite(graph: Graph) -> Graph:
     outputs = tuple(
         replace(output, value=rewriter.name(output.value)) for output in graph.outputs
     )
-    nodes = _used(rewriter.nodes, outputs)
+    nodes = live_nodes(rewriter.nodes, outputs)
     return replace(graph, nodes=nodes, outputs=outputs, metas=rewriter.metas)
-
-
-def _used(nodes: list[Node], outputs: tuple[Output, ...]) -> tuple[Node, ...]:
-    needed = {ref.id for output in outputs for ref in refs(output.value)}
-    kept = []
-    for node in reversed(nodes):
-        if any(ref is not None and ref.id in needed for ref in node.outputs):
-            needed |= {ref.id for ref in refs((node.args, node.kwargs))}
-            kept.append(node)
-    return tuple(reversed(kept))
 
 
 @dataclass

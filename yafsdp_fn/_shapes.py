@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ._graph import Ref, map_leaves
+from ._graph import filled
 from ._layout import Meta
 from ._placed import Slice
 from ._program import Adjust, Compute, Program, bind
@@ -27,16 +27,36 @@ def dense_stride(shape: Sequence[int], like: Sequence[int]) -> list[int]:
     return strides
 
 
-def is_direct(meta: Meta, cut: tuple[int, int]) -> bool:
-    """Whether a collective reads or writes a value where it lies: rows, in order."""
+def in_order(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A value with its dimensions in memory in the order that `stride` has them.
+
+    Kernels are chosen while a step is traced, some of them for the strides that they
+    see then; what a collective writes must not lie in another order.
+    """
+    order = sorted(range(tensor.dim()), key=lambda dim: -stride[dim])
+    seen = [tensor.stride(d) for d in order if tensor.shape[d] > 1]
+    if seen == sorted(seen, reverse=True):
+        return tensor
+    inverse = sorted(range(tensor.dim()), key=order.__getitem__)
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+def is_direct(meta: Meta, dim: int) -> bool:
+    """Whether a collective along `dim` reads or writes a value where it lies.
+
+    It does if the value is rows, in order.
+    """
     order = [-s for s, n in zip(meta.stride, meta.shape, strict=True) if n > 1]
-    return cut[0] == 0 and order == sorted(order) and len(meta.shape) > 0
+    return dim == 0 and order == sorted(order) and len(meta.shape) > 0
 
 
 def packed_bytes(meta: Meta, cut: tuple[int, int], ranks: int) -> int:
-    """Bytes of a whole value whose rows are padded so that all parts are equal."""
-    rest = meta.nbytes // max(1, meta.shape[0])
-    return cut[1] * ranks * rest
+    """Bytes of a whole value that is padded along `dim` so that parts are equal.
+
+    A cut is `(dim, chunk)`, as in `Transfer`.
+    """
+    dim, chunk = cut
+    return chunk * ranks * (meta.nbytes // max(1, meta.shape[dim]))
 
 
 # --- all values -----------------------------------------------------------------------
@@ -47,14 +67,13 @@ class Shapes:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.first = (0,) * len(program.sizes)
         self.tensors: dict[int, torch.Tensor] = {}
         for number in program.values:
             self.tensors[number] = self._dense(number)
 
     def _dense(self, number: int) -> torch.Tensor:
         local = self.program.values[number]
-        shape = local.shape(self.first)
+        shape = local.shape(self.program.first)
         stride = dense_stride(shape, local.meta.stride)
         return torch.empty_strided(shape, stride, dtype=local.meta.dtype, device="meta")
 
@@ -73,11 +92,8 @@ class Shapes:
 
     def _view(self, instruction: Compute, owner: dict[int, int]) -> None:
         source = instruction.reads[0].id
-        args, kwargs = bind((instruction.args, instruction.kwargs), self.first)
-        args, kwargs = map_leaves(
-            lambda leaf: self.tensors[leaf.id] if isinstance(leaf, Ref) else leaf,
-            (args, kwargs),
-        )
+        args, kwargs = bind((instruction.args, instruction.kwargs), self.program.first)
+        args, kwargs = filled((args, kwargs), self.tensors)
         made = instruction.op(*args, **kwargs)
         rows = (made,) if isinstance(made, torch.Tensor) else made
         for ref, tensor in zip(instruction.outputs, rows, strict=True):
@@ -89,7 +105,7 @@ class Shapes:
         target = self.program.values[instruction.target.id]
         move = instruction.move
         assert isinstance(move, Slice)
-        length = target.shape(self.first)[move.dim]
+        length = target.shape(self.program.first)[move.dim]
         return self.tensors[instruction.source.id].narrow(move.dim, 0, length)
 
 

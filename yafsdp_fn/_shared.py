@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ._arena import POOL, Segment
+from ._mesh import gathered
 from ._torch import group_timeout
 
 # --- which ranks are near -------------------------------------------------------------
@@ -49,21 +50,15 @@ def join(group: dist.ProcessGroup, slots: int) -> "Neighbours | None":
         return None
     ranks = dist.get_world_size(group)
     own = Segment(_page_bytes(slots, ranks))
-    found = _gathered((host(), os.getpid(), own.fd), group)
+    found = gathered((host(), os.getpid(), own.fd), [group])
     places = {place for place, _, _ in found}
     pages = None
     if len(places) == 1 and None not in places:
         pages = _mapped([(pid, fd) for _, pid, fd in found], own.nbytes)
-    if not all(_gathered(pages is not None, group)):
+    if not all(gathered(pages is not None, [group])):
         return None
     assert pages is not None
     return Neighbours(group, slots, own, pages, [pid for _, pid, _ in found])
-
-
-def _gathered(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    rows: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, value, group=group)
-    return rows
 
 
 def _mapped(places: Sequence[tuple[int, int]], nbytes: int) -> list[mmap.mmap] | None:

@@ -8,9 +8,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ._graph import Ref, map_leaves
+from ._graph import Ref
 from ._kernels import updates
 from ._lower import Local as Step
+from ._lower import renamed
 from ._program import Adjust, Compute, Local, Transfer
 
 _ONE = 1 << 20  # bytes of a constant that is kept
@@ -38,7 +39,8 @@ def simplify(
     total = 0
     read = {ref for step in steps for ref in step.reads}
     for step in steps:
-        step = _without_waste(_renamed(step, same), read, returned)
+        step = renamed(step, lambda ref: same.get(ref, ref))
+        step = _without_waste(step, read, returned)
         size = sum(values[r.id].meta.nbytes for r in step.writes)
         fits = size <= _ONE and total + size <= _ALL
         constant = not isinstance(step, Transfer) and made.issuperset(step.reads)
@@ -73,18 +75,3 @@ def _key(step: Compute | Adjust, values: Mapping[int, Local]) -> Hashable:
         return (step.move, step.source, made)
     kept = tuple(ref is None for ref in step.outputs)
     return (step.op, repr(step.args), repr(step.kwargs), kept, made)
-
-
-def _renamed(step: Step, same: Mapping[Ref, Ref]) -> Any:
-    if same.keys().isdisjoint(step.reads):
-        return step
-
-    def name(leaf: Any) -> Any:
-        return same.get(leaf, leaf) if isinstance(leaf, Ref) else leaf
-
-    if isinstance(step, Compute):
-        args, kwargs = map_leaves(name, (step.args, step.kwargs))
-        return replace(step, args=args, kwargs=kwargs)
-    if isinstance(step, Adjust):
-        return replace(step, source=name(step.source))
-    return replace(step, sources=map_leaves(name, step.sources))

@@ -276,7 +276,7 @@ def makes_one_tensor(op: Any) -> bool:
     return found == ["Tensor"]
 
 
-def out_overload(op: Any) -> tuple[Any, tuple[str]] | None:
+def out_overload(op: Any) -> tuple[Any, str] | None:
     """The overload of an operator that writes into a given tensor, and its name.
 
     None if torch only generates it from the one that allocates, and so copies. Public
@@ -290,7 +290,7 @@ def out_overload(op: Any) -> tuple[Any, tuple[str]] | None:
         outs = [a.name for a in found._schema.arguments if a.is_out]
         generated = torch.Tag.generated in found.tags
         if len(outs) == 1 and not generated and _inputs(found._schema) == wanted:
-            return found, (outs[0],)
+            return found, outs[0]
     return None
 
 

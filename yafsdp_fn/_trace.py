@@ -16,7 +16,7 @@ from ._arguments import Call
 from ._capture import Captures
 from ._errors import ArgumentError, TraceError
 from ._functions import READ
-from ._graph import Graph, Node, Output, Ref, refs
+from ._graph import Graph, Output, Ref, live_nodes, refs
 from ._lines import line_of
 from ._record import CallFinder, EditError, EditFinder, Functions, Recorder
 from ._rewrite import rewrite
@@ -45,7 +45,7 @@ def trace(call: Call, captured: Captures, live_floats: bool = True) -> Graph:
     recorder = Recorder(_torch.FakeTensorMode(allow_non_fake_inputs=True), captured)
     leaves = [_as_input(recorder, *leaf) for leaf in _leaves(call, live_floats)]
     outputs, spec = _execute(recorder, call, leaves)
-    nodes = _live_nodes(recorder.nodes, outputs)
+    nodes = live_nodes(recorder.nodes, outputs)
     used = {ref.id for node in nodes for ref in refs((node.args, node.kwargs))}
     used |= {ref.id for output in outputs for ref in refs(output.value)}
     kept = (i for i in recorder.inputs if i.role in _KEPT or i.ref.id in used)
@@ -183,17 +183,6 @@ def _checked(path: str, value: Any) -> Any:
         "Python scalars and strings. Return torch.as_tensor(...) of it, or register "
         "its class as a node with optree."
     )
-
-
-def _live_nodes(nodes: list[Node], outputs: tuple[Output, ...]) -> tuple[Node, ...]:
-    """Drop the operators that no output needs."""
-    needed = {ref.id for output in outputs for ref in refs(output.value)}
-    kept = []
-    for node in reversed(nodes):
-        if any(ref and ref.id in needed for ref in node.outputs):
-            needed.update(ref.id for ref in refs((node.args, node.kwargs)))
-            kept.append(node)
-    return tuple(reversed(kept))
 
 
 # --- edits ----------------------------------------------------------------------------

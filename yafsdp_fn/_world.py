@@ -18,7 +18,14 @@ from ._collectives import BACKENDS
 from ._errors import MismatchError
 from ._interpret import Emulator, Runner
 from ._layout import WHOLE, Meta, Pending, Placements, interval
-from ._mesh import coordinates, from_torch, is_emulated, own_coordinate, part_of
+from ._mesh import (
+    coordinates,
+    from_torch,
+    gathered,
+    is_emulated,
+    own_coordinate,
+    part_of,
+)
 from ._program import Program
 from ._torch import LocalTensor, local_part, make_dtensor, per_rank, storage_id
 
@@ -120,14 +127,8 @@ class ProcessWorld:
             raise MismatchError(_difference(self._all(text)))
 
     def _all(self, value: str) -> list[str]:
-        """The value of every rank, in their order: the last axis is gathered first."""
-        gathered = [value]
-        for group in reversed(self.groups):
-            if group is not None:
-                rows: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(rows, gathered, group=group)
-                gathered = [item for row in rows for item in row]
-        return gathered
+        """The value of every rank, in their order."""
+        return gathered(value, self.groups)
 
 
 def hash_of(text: str) -> str:

@@ -120,8 +120,13 @@ class TracerMode(TorchDispatchMode):
     Public replacement: none; a mode without a key stands above functionalisation.
     """
 
-    _mode_key = torch._C._TorchDispatchModeKey.PROXY
     tracer = SimpleNamespace(tensor_tracker={})  # looked at by functionalisation
+
+    def __init__(self) -> None:
+        super().__init__()
+        # torch looks for it in the instance when the mode ends: not there, torch would
+        # end a mode of the user's instead.
+        self._mode_key = torch._C._TorchDispatchModeKey.PROXY
 
 
 class _Functionalisation(FunctionalTensorMode):

@@ -128,19 +128,41 @@ def moved_onto_others(program: Program) -> Iterator[Program]:
             yield _moved(program, new, buffers[old].offset + shift)
 
 
+def moved_onto_other_forms(program: Program) -> Iterator[Program]:
+    """Programs in which a result overwrites an operand of another shape or dtype."""
+    alive = lives(program)
+    for new, old in itertools.permutations(alive, 2):
+        ends = alive[new][0] == alive[old][1]
+        sizes = [program.buffers[n].nbytes for n in (new, old)]
+        if ends and min(sizes) and not _alike(program, new, old):
+            yield _moved(program, new, program.buffers[old].offset)
+
+
 def _moved(program: Program, number: int, offset: int) -> Program:
     buffer = replace(program.buffers[number], offset=offset)
     return replace(program, buffers={**program.buffers, number: buffer})
 
 
+def _alike(program: Program, one: int, other: int) -> bool:
+    a, b = program.values[one], program.values[other]
+    return (a.meta.shape, a.meta.dtype, a.placements) == (
+        (b.meta.shape, b.meta.dtype, b.placements)
+    )
+
+
+@pytest.mark.parametrize(
+    "mutants",
+    [moved_onto_others, moved_onto_other_forms],
+    ids=["alive", "of another form"],
+)
 @fewer
 @given(step=small_steps, mesh=meshes(), seed=st.integers(0, 50))
 def test_a_value_on_top_of_another_is_found(
-    step: RandomStep, mesh: DeviceMesh, seed: int
+    mutants: Any, step: RandomStep, mesh: DeviceMesh, seed: int
 ) -> None:
     program = planned(step, mesh)
     yf.check(program)
-    for mutant in itertools.islice(moved_onto_others(program), seed, None, 51):
+    for mutant in itertools.islice(mutants(program), seed, None, 51):
         with pytest.raises(yf.ProgramError, match="overwrites"):
             yf.check(mutant)
 

@@ -17,6 +17,7 @@ from ._program import (
     Wait,
     begun,
 )
+from ._shapes import Shapes
 
 
 def check(program: Program, budget: float = float("inf")) -> None:
@@ -26,8 +27,8 @@ def check(program: Program, budget: float = float("inf")) -> None:
     transfer's target is not read before its wait and its source not released before;
     every start has exactly one wait; ranges of the arena that are in use together are
     disjoint, but for an operator that works element by element and overwrites what ends
-    with it; what is returned is alive at the end; and no rank holds more than `budget`
-    bytes at any moment.
+    with it and has the form of its result; what is returned is alive at the end; and no
+    rank holds more than `budget` bytes at any moment.
 
     Args:
         program: Any program.
@@ -49,7 +50,8 @@ def check(program: Program, budget: float = float("inf")) -> None:
 
 class _Checker:
     def __init__(self, program: Program) -> None:
-        self.program = program
+        self.program, self.shapes = program, Shapes(program)
+        self.shapes.owners()  # makes views out of what they view
         self.alive = {ref.id for ref in program.inputs}
         self.alive |= {ref.id for each in program.constants for ref in each.writes}
         self.written = set(self.alive)
@@ -130,7 +132,8 @@ class _Checker:
             return False
         buffers = self.program.buffers
         same = buffers[new].offset == buffers[old].offset
-        return same and may_overwrite(self.program, instruction, read)
+        alike = all(self.shapes.alike(new, ref.id) for ref in read)
+        return same and alike and may_overwrite(self.program, instruction, read)
 
     def _owner(self, number: int) -> int:
         return self.program.owner.get(number, number)

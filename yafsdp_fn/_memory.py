@@ -105,7 +105,7 @@ class _Lives:
         if self.owner[output] != output or output not in self.made_by:
             return False
         position, maker = self.made_by[output]
-        if not isinstance(maker, Compute) or not self._alike(output, given):
+        if not isinstance(maker, Compute) or not self.shapes.alike(output, given):
             return False
         last = max(self.touched[given], default=-1)
         if updates(maker.op):
@@ -209,7 +209,7 @@ class _Lives:
                 and self.own[other].end == position
                 and self.own[other].begin < position
                 and self.own[other].nbytes == self.own[number].nbytes
-                and self._alike(number, ref.id)
+                and self.shapes.alike(number, ref.id)
                 and self._in_place(maker, other)
                 and other not in self.joined.values()
             ):
@@ -222,17 +222,7 @@ class _Lives:
         if len(maker.writes) > 1 or not may_overwrite(self.program, maker, reads):
             return False
         (target,) = maker.writes
-        return all(self._alike(target.id, ref.id) for ref in reads)
-
-    def _alike(self, one: int, other: int) -> bool:
-        """Whether two values lie in memory in the same way, from its begin."""
-        a, b = self.shapes.tensors[one], self.shapes.tensors[other]
-        return (
-            a.shape == b.shape
-            and a.dtype == b.dtype
-            and a.stride() == b.stride()
-            and b.storage_offset() == 0
-        )
+        return all(self.shapes.alike(target.id, ref.id) for ref in reads)
 
     # --- kinds ---
 

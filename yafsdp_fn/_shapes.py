@@ -90,6 +90,16 @@ class Shapes:
                     self.tensors[target] = self._cut(instruction)
         return owner
 
+    def alike(self, one: int, other: int) -> bool:
+        """Whether two values lie in memory in the same way, from its begin."""
+        a, b = self.tensors[one], self.tensors[other]
+        return (
+            a.shape == b.shape
+            and a.dtype == b.dtype
+            and a.stride() == b.stride()
+            and b.storage_offset() == 0
+        )
+
     def _view(self, instruction: Compute, owner: dict[int, int]) -> None:
         source = instruction.reads[0].id
         args, kwargs = bind((instruction.args, instruction.kwargs), self.program.first)

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
@@ -136,33 +137,54 @@ def make_step(config: Config, optimiser: Any, schedule: yf.Schedule) -> Any:
     return train_step
 
 
-def bounds(config: Config, mesh: DeviceMesh) -> dict[str, float]:
-    """Seconds a step of our program's compute alone, and of its communication alone.
+@dataclass
+class Part:
+    """What a part of a step takes if it is done alone."""
 
-    However it is scheduled, the program takes no less than the longer of the two.
+    label: str
+    seconds: list[float] = field(default_factory=list)
+    busy: list[float] = field(default_factory=list)  # seconds of a processor's work
+
+
+def parts_alone(config: Config, mesh: DeviceMesh) -> list[Part]:
+    """Our program's compute and its communication, each alone, in turns.
+
+    However they are scheduled, a step takes no less than the longer of the two. Where
+    the ranks share the processors with the network, it takes no less than the work of
+    both.
     """
     ours = Ours(config, mesh)
     batch = make_batches(config, mesh.size(), 1)[0]
     compiled = ours.train_step.lower(ours.params, ours.opt_state, batch).compile()
-    parts = {
-        "compute alone": compiled.compute,
-        "communication alone": compiled.communicate,
-    }
-    return {what: seconds_of(part, ours, batch, config) for what, part in parts.items()}
-
-
-def seconds_of(
-    part: Callable[..., None], ours: Ours, batch: Batch, config: Config
-) -> float:
-    part(ours.params, ours.opt_state, batch)  # binds the program, maps its memory
-    found = []
+    parts = [
+        (Part("compute alone"), compiled.compute),
+        (Part("communication alone"), compiled.communicate),
+    ]
+    for _, run in parts:
+        run(ours.params, ours.opt_state, batch)  # binds the program, maps its memory
     for _ in range(config.rounds):
-        dist.barrier()
-        started = time.perf_counter()
-        part(ours.params, ours.opt_state, batch)
-        dist.barrier()
-        found.append(time.perf_counter() - started)
-    return median(found)
+        for part, run in parts:
+            dist.barrier()
+            started, busy = time.perf_counter(), processors_busy()
+            run(ours.params, ours.opt_state, batch)
+            dist.barrier()
+            part.seconds.append(time.perf_counter() - started)
+            part.busy.append(processors_busy() - busy)
+    return [part for part, _ in parts]
+
+
+def processors_busy() -> float:
+    """Seconds that a processor of this machine has worked so far, on average.
+
+    For whomever: the kernel's part of the network counts. NaN where nobody says.
+    """
+    try:
+        fields = Path("/proc/stat").read_text().split(maxsplit=9)[1:9]
+    except OSError:
+        return math.nan
+    user, nice, system, _idle, _waiting, *interrupts = map(int, fields)
+    ticks = user + nice + system + sum(interrupts)
+    return ticks / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
 
 # -- The peers: the same functions, in modules -------------------------------------
@@ -376,6 +398,19 @@ def table(systems: Sequence[System]) -> str:
     return "\n".join(lines)
 
 
+def bounds(ours: System, parts: Sequence[Part]) -> str:
+    lines = [f"{'':21}seconds  processors busy"]
+    for part in parts:
+        seconds, busy = median(part.seconds), median(part.busy)
+        lines.append(f"{part.label:21}{seconds:7.3f}{busy:17.3f}")
+    longer = max(median(part.seconds) for part in parts)
+    work = sum(median(part.busy) for part in parts)
+    step = median(ours.seconds)
+    lines.append(f"ours / the longer of them {step / longer:11.2f}")
+    lines.append(f"ours / the processors' work {step / max(longer, work):9.2f}")
+    return "\n".join(lines)
+
+
 def describe(config: Config, ranks: int) -> str:
     count = sum(leaf.numel() for leaf in optree.tree_leaves(llama.init_params(config)))
     return (
@@ -396,12 +431,9 @@ def benchmark(config: Config) -> None:
     systems = measure(config, mesh)
     check_losses(systems, TOLERANCE[config.dtype])
     lines = [describe(config, ranks), table(systems)]
-    if "ours" in config.systems:
-        alone = bounds(config, mesh)
-        lines += [f"{what:19}{seconds:7.3f}" for what, seconds in alone.items()]
-        longest = max(alone.values())
-        over = median(systems[0].seconds) / longest
-        lines.append(f"{systems[0].label} / the longer of them {over:12.2f}")
+    if "ours" in config.systems.split(","):
+        ours = next(system for system in systems if system.label == "ours")
+        lines.append(bounds(ours, parts_alone(config, mesh)))
     if dist.get_rank() == 0:
         print("\n".join(lines), flush=True)
 

@@ -265,6 +265,23 @@ def test_second_derivatives_are_put_inside(outer: Fn) -> None:
         assert_same(yf.shard(outer(norm(inner)), mesh=mesh)(w, batch()), wanted)
 
 
+@pytest.mark.parametrize(
+    "activation",
+    [F.silu, F.mish, F.gelu, F.hardswish, F.softplus, F.elu, F.glu, F.logsigmoid],
+    ids=lambda fn: fn.__name__,
+)
+def test_activations_are_differentiated_from_outside(activation: Fn) -> None:
+    def loss(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return activation(batch @ w).square().sum()
+
+    w, x, mesh = normal(5, 4), normal(7, 5), mesh_of(3)
+    sharded = yf.shard(loss, mesh=mesh)
+    assert_same(grad(sharded)(w, x), grad(loss)(w, x))
+    (placed,) = leaves_that_require_grad({"w": yf.distribute(w, mesh)}).values()
+    sharded(placed, x).backward()
+    assert_same(yf.full(placed.grad), grad(loss)(w, x))
+
+
 def test_the_gradient_of_a_gradient_from_outside_is_right() -> None:
     rest = params()
 

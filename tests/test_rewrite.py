@@ -27,6 +27,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 W, X = normal(6, 4), normal(5, 6)
+LABELS = torch.tensor([1, 3, 0, 2, -100])
 
 
 def graph(step: Step, *args: Any) -> Graph:
@@ -291,51 +292,6 @@ def test_a_result_that_was_expanded_can_replace_an_argument() -> None:
     agree(step, W, X)
     agree(lambda w, batch: w.mean(1, keepdim=True).expand(6, 4).sin(), W, X)
     agree(lambda w, batch: w.mean(0, keepdim=True).expand(6, 4).clone(), W, X)
-
-
-# --- scatters -------------------------------------------------------------------------
-
-LABELS = torch.tensor([1, 3, 0, 2, -100])
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"reduction": "sum"}, {"label_smoothing": 0.1}]
-)
-def test_the_gradient_of_a_likelihood_scatters_what_it_scales(options: Any) -> None:
-    def loss(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(batch @ w, LABELS, **options)
-
-    found = assert_rewritten(grad(loss), W, X)
-    assert (found["scatter.src"], found["scatter.value"]) == (1, 0)
-    agree(grad(lambda w, x: grad(loss)(w, x).square().sum()), W, X, steps=1)
-
-
-def hits(index: torch.Tensor, columns: int = 4, base: float = 0.0) -> torch.Tensor:
-    zeros = torch.full((5, columns), base, dtype=torch.float64)
-    return zeros.scatter(1, index, 2.0)
-
-
-COLUMN = torch.tensor([[1], [3], [0], [2], [2]])
-FULL = (torch.arange(20).view(5, 4) * 7) % 4
-SCALED: dict[str, Step] = {
-    "a column": lambda x: hits(COLUMN) * x[:, :1],
-    "every column": lambda x: hits(FULL[:, [1, 1, 2, 0]]) * x,
-    "a row": lambda x: hits(COLUMN) * x[0],
-    "a number": lambda x: hits(COLUMN) * x.sum(),
-    "ones": lambda x: hits(COLUMN, base=1.0) * x[:, :1],
-    "single precision": lambda x: hits(COLUMN) * x[:, :1].float(),
-    "one column of one": lambda x: hits(torch.zeros_like(COLUMN), 1) * x[:, :1],
-    "used twice": lambda x: hits(COLUMN) * x[:, :1] + hits(COLUMN),
-    "the other way round": lambda x: x[:, :1] * hits(COLUMN),
-}
-
-
-@pytest.mark.parametrize("name", SCALED)
-def test_scaled_scatters_are_right(name: str) -> None:
-    def step(w: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
-        return SCALED[name](batch @ w)
-
-    agree(step, W, X, rtol=1e-12, steps=1)
 
 
 # --- whole steps ----------------------------------------------------------------------

@@ -70,6 +70,10 @@ def _squeeze(x: torch.Tensor, dims: Any = None) -> torch.Tensor:
     return aten.squeeze.dims(x, gone) if gone else aten.alias(x)
 
 
+def _channel_shuffle(x: torch.Tensor, groups: int) -> torch.Tensor:
+    return x.unflatten(1, (groups, -1)).transpose(1, 2).flatten(1, 2)
+
+
 def _cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Without the empty 1-D tensors that torch permits, as a cache before its use."""
     kept = [t for t in tensors if tuple(t.shape) != (0,)]
@@ -250,13 +254,42 @@ _FOREACH: dict[str, Any] = {
     "_foreach_norm": _norm,
 }
 
+# --- losses ---------------------------------------------------------------------------
+
+
+def _nll_loss_backward(
+    grad: torch.Tensor,
+    scores: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignored: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the scores at the targets, scattered among zeros."""
+    dim = min(scores.dim() - 1, 1)
+    shape = (*scores.shape[:dim], 1, *scores.shape[dim + 1 :])
+    index = target.reshape(shape)
+    counts = index != ignored
+    index = torch.where(counts, index, 0)
+    if reduction == _MEAN:
+        grad = grad / total_weight
+    grad = grad.reshape(shape) if grad.numel() == index.numel() else grad.expand(shape)
+    if weight is not None:
+        columns = [scores.shape[dim] if d == dim else 1 for d in range(scores.dim())]
+        grad = grad * weight.view(columns).expand(scores.shape).gather(dim, index)
+    grad = torch.where(counts, -grad, 0)
+    return torch.zeros_like(scores).scatter(dim, index, grad)
+
+
+_MEAN = 1  # torch's number of the reduction
+
+
 # --- the table ------------------------------------------------------------------------
 
 _FROM_TORCH = (
     aten.nll_loss_forward,
-    aten.nll_loss_backward,
     aten.nll_loss2d_forward,
-    aten.nll_loss2d_backward,
     aten.mse_loss,
     aten.mse_loss_backward,
     aten.smooth_l1_loss,
@@ -302,6 +335,10 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.var_mean.correction: _var_mean,
     aten.std.correction: _std,
     aten.linalg_vector_norm.default: _vector_norm,
+    aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.nll_loss2d_backward.default: _nll_loss_backward,
+    aten.channel_shuffle.default: _channel_shuffle,
+    aten.native_channel_shuffle.default: _channel_shuffle,
     aten.max.default: _all_dims(torch.amax),
     aten.min.default: _all_dims(torch.amin),
     **{

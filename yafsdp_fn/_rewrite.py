@@ -2,7 +2,8 @@
 
 Differentiable formulas are written so that they can be differentiated again, and
 updates so that they can be added: in a step that does neither, one operator says it.
-The result is the same up to rounding.
+The result is the same up to rounding; an infinite parameter stays infinite in an update
+by an optimiser, where the sum of what is added to it would be NaN.
 """
 
 import itertools
@@ -89,7 +90,7 @@ class _Rewriter:
 
     def _operators(self, node: Node) -> tuple[Node, ...]:
         """The node, or what takes its place."""
-        for rule in (self._fused, self._scaled_scatter, self._before_expansion):
+        for rule in (self._fused, self._before_expansion):
             found = rule(node)
             if found is not None:
                 return found
@@ -106,23 +107,6 @@ class _Rewriter:
 
     def _of_one_shape(self, values: Iterable[Any]) -> bool:
         return len({self.metas[ref.id].shape for ref in values}) == 1
-
-    def _scaled_scatter(self, node: Node) -> tuple[Node, ...] | None:
-        """Numbers scattered among zeros and then scaled: scaled before, as few."""
-        form = (aten.mul.Tensor, (aten.scatter.value, _ZEROS, ..., "index", ...), "by")
-        binding: dict[str, Any] = {}
-        if not _matches(form, node, self.maker, binding):
-            return None
-        scatter, by = self.maker[node.args[0]], binding["by"]
-        index, few = self.metas[binding["index"].id], self.metas[by.id]
-        zeros, dim, _, value = scatter.args
-        same = few.dtype == self.metas[zeros.id].dtype and few.shape == index.shape
-        if not same or not few.shape or few.shape[dim] != 1:
-            return None  # else it is not every number that its own factor meets
-        scaled = self._new(few)
-        first = Node(aten.mul.Tensor, (by, value), {}, (scaled,), node.line)
-        args = (zeros, dim, binding["index"], scaled)
-        return first, replace(node, op=aten.scatter.src, args=args)
 
     def _before_expansion(self, node: Node) -> tuple[Node, ...] | None:
         """An operator on the elements that an expansion repeats, done before it."""
@@ -183,7 +167,6 @@ def _matches(
 
 _OPTIONS = {"dtype", "layout", "device", "pin_memory"}  # of what makes a constant
 _ONE = (aten.full.default, ..., 1)
-_ZEROS = (aten.full.default, ..., 0)
 _SIGMOID = (aten.sigmoid.default, "x")
 _FUSED: list[tuple[Any, Any, tuple[str, ...]]] = [
     (

@@ -110,8 +110,9 @@ def schema(op: Any) -> Any:
 
 
 def is_composite(op: Any) -> bool:
-    """Whether an operator is made of other operators. Public replacement: none."""
-    return op._can_decompose()
+    """Whether an operator is only other operators. Public replacement: none."""
+    has_kernel: Any = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key")  # noqa: B009
+    return op._can_decompose() and not has_kernel(op.name(), "CPU")
 
 
 class TracerMode(TorchDispatchMode):

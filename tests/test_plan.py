@@ -631,6 +631,14 @@ def test_groups_are_the_users() -> None:
     assert [len(group) for group in groups(plan)] == [4, 4]
 
 
+@pytest.mark.parametrize("key", [[1], {"a": 1}, ("a", [])], ids=str)
+def test_a_key_that_is_not_hashable_is_refused_with_its_leaf(key: Any) -> None:
+    with pytest.raises(
+        yf.ArgumentError, match=r"params\['layers'\].*not hashable.*string"
+    ):
+        lowered(wide(2), through_wide, group_by=lambda path: key)
+
+
 # --- the dtype of reductions ----------------------------------------------------------
 
 

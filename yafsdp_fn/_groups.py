@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from . import _rules
+from ._errors import ArgumentError
 from ._graph import Ref
 from ._lower import Local as Step
 from ._program import Adjust, Compute, Local, Transfer
@@ -189,13 +190,25 @@ class Groups:
             return position
         if len(meta.shape) <= 1 and meta.nbytes <= _SMALL_BYTES:
             return SMALL
-        return self.group_by(path)
+        return "chosen", _chosen(self.group_by, path)
 
     def _nbytes(self, position: int) -> int:
         step = self.steps[position]
         if isinstance(step, Compute) and step.op in _rules.VIEWS:
             return 0
         return sum(self.values[r.id].meta.nbytes for r in step.writes)
+
+
+def _chosen(group_by: GroupBy, path: str) -> Hashable:
+    key = group_by(path)
+    try:
+        hash(key)
+    except TypeError:
+        raise ArgumentError(
+            f"Schedule(group_by=...) gives {key!r} for {path}, which is not hashable. "
+            "Return a string, a number, or a tuple of them."
+        ) from None
+    return key
 
 
 def is_gather(step: Step) -> bool:

@@ -134,7 +134,9 @@ def moved_onto_other_forms(program: Program) -> Iterator[Program]:
     for new, old in itertools.permutations(alive, 2):
         ends = alive[new][0] == alive[old][1]
         sizes = [program.buffers[n].nbytes for n in (new, old)]
-        if ends and min(sizes) and not _alike(program, new, old):
+        views = [n for n, owner in program.owner.items() if owner == old]
+        alike = any(_alike(program, new, n) for n in (old, *views))
+        if ends and min(sizes) and not alike:
             yield _moved(program, new, program.buffers[old].offset)
 
 

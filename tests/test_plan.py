@@ -157,9 +157,10 @@ def is_small(plan: Program, ref: Ref) -> bool:
 def gathered_bytes(plan: Program) -> list[int]:
     """Bytes of gathered parameters, and of what is repeated on them, by instruction.
 
-    Small ones are not counted. Others are there until no view of them is left.
+    Small ones and results are not counted. Others are there until no view is left.
     """
     owner, alive, found = plan.owner, set[Ref](), []
+    results = {owner.get(ref.id, ref.id) for ref in plan.outputs if ref is not None}
     whole: set[int] = set()
     for instruction in plan.instructions:
         made = instruction.writes
@@ -171,7 +172,7 @@ def gathered_bytes(plan: Program) -> list[int]:
         elif isinstance(instruction, Free):
             alive -= {*instruction.values}
         alive |= {*made}
-        large = {owner[ref.id] for ref in alive} & whole
+        large = ({owner[ref.id] for ref in alive} & whole) - results
         sizes = [plan.values[n].meta for n in large if not is_small(plan, Ref(n))]
         found.append(sum(meta.nbytes for meta in sizes))
     return found

@@ -33,6 +33,9 @@ from ._distribute import distribute as distribute
 from ._distribute import full as full
 from ._distribute import from_local as from_local
 
+# Trees on disk.
+from . import checkpoint as checkpoint
+
 # Optimisers.
 from . import optim as optim
 
@@ -46,6 +49,7 @@ from ._launch import LaunchError as LaunchError
 # Errors.
 from ._errors import YafsdpError as YafsdpError
 from ._errors import ArgumentError as ArgumentError
+from .checkpoint import CheckpointError as CheckpointError
 from ._errors import TraceError as TraceError
 from ._errors import DonatedError as DonatedError
 from ._errors import MismatchError as MismatchError

@@ -26,6 +26,8 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.distributed._local_tensor import LocalTensor as LocalTensor
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -324,3 +326,20 @@ def missing_compiler(device_type: str) -> str | None:
 
         return None if has_triton() else "Triton and a GPU that it supports"
     return None
+
+
+# --- checkpoints ----------------------------------------------------------------------
+
+
+def save_state_dict(writer: Any, planner: Any, group: Any) -> None:
+    """Write what a planner plans; no group: this process alone.
+
+    Public replacement: `torch.distributed.checkpoint.save`, which warns in a process
+    that is alone.
+    """
+    _save_state_dict({}, writer, group, no_dist=group is None, planner=planner)
+
+
+def load_state_dict(reader: Any, planner: Any, group: Any) -> None:
+    """Read what a planner plans. Public replacement: `load`, as for `save`."""
+    _load_state_dict({}, reader, group, no_dist=group is None, planner=planner)

@@ -227,7 +227,7 @@ def assemble(tensor: DTensor) -> torch.Tensor:
     whole = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     shards = world.part(tensor, placements)
     for coordinate, shard in zip(world.coordinates, shards, strict=True):
-        if _contributes(placements, coordinate):
+        if contributes(placements, coordinate):
             region = tuple(
                 slice(*interval(length, dim, placements, coordinate))
                 for dim, length in enumerate(tensor.shape)
@@ -239,7 +239,7 @@ def assemble(tensor: DTensor) -> torch.Tensor:
     return whole
 
 
-def _contributes(placements: Placements, coordinate: Sequence[int]) -> bool:
+def contributes(placements: Placements, coordinate: Sequence[int]) -> bool:
     """Of ranks that hold the same, only the first one is read."""
     return all(
         position == 0 or placement != WHOLE

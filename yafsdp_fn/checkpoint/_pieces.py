@@ -1,0 +1,96 @@
+"""The pieces of a leaf that lie in this process, and which of them it writes."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from .._errors import ArgumentError
+from .._layout import Pending, Placements, interval
+from .._mesh import axis_sizes, coordinates, from_torch, is_emulated, own_coordinate
+from .._world import contributes, world_of
+
+_BLOCK_BYTES = 1 << 24  # the least that is read of a saved leaf
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a global tensor.
+
+    Attributes:
+        offsets: The global index of its first element.
+        tensor: Its elements.
+        written: Whether this process saves it; else another one holds the same.
+    """
+
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+    written: bool = True
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """Where it lies in the global tensor."""
+        pairs = zip(self.offsets, self.tensor.shape, strict=True)
+        return tuple(slice(begin, begin + length) for begin, length in pairs)
+
+    def blocks(self) -> Iterator["Piece"]:
+        """The piece as runs of rows, so that a part of it can be read alone."""
+        if not self.tensor.dim() or not self.tensor.numel():
+            yield self
+            return
+        rows = max(1, _BLOCK_BYTES * len(self.tensor) // self.tensor.nbytes)
+        begins = itertools.count(self.offsets[0], rows)
+        for begin, block in zip(begins, self.tensor.split(rows), strict=False):
+            yield Piece((begin, *self.offsets[1:]), block, self.written)
+
+
+def pieces_of(path: str, leaf: torch.Tensor) -> list[Piece]:
+    """What this process holds of a leaf: all of a plain one, its shards of a DTensor.
+
+    Raises:
+        ArgumentError: The leaf is a sum that is not taken yet.
+    """
+    if not isinstance(leaf, DTensor):
+        return [Piece((0,) * leaf.dim(), leaf.detach(), _is_first())]
+    mesh, shape = leaf.device_mesh, tuple(leaf.shape)
+    placements = from_torch(leaf.placements, shape, axis_sizes(mesh), path)
+    if any(isinstance(placement, Pending) for placement in placements):
+        raise ArgumentError(
+            f"{path} is a partial sum, which no checkpoint can hold. Write "
+            "leaf.redistribute(placements=[Shard(0)]) first."
+        )
+    world = world_of(mesh)
+    shards = world.tensors(world.part(cast(DTensor, leaf.detach()), placements))
+    found = []
+    for at, shard in zip(held_coordinates(leaf), shards, strict=True):
+        written = contributes(placements, at)
+        found.append(Piece(offsets_of(shape, placements, at), shard, written))
+    return found
+
+
+def held_coordinates(leaf: DTensor) -> list[tuple[int, ...]]:
+    """The mesh coordinates whose shards lie in this process."""
+    mesh = leaf.device_mesh
+    return coordinates(mesh) if is_emulated(mesh) else [own_coordinate(mesh)]
+
+
+def offsets_of(
+    shape: tuple[int, ...], placements: Placements, at: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The global index of the first element of the shard at a coordinate."""
+    bounds = (interval(n, d, placements, at) for d, n in enumerate(shape))
+    return tuple(first for first, _ in bounds)
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor in their order, as bytes in memory of the CPU."""
+    dense: Any = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(dense.view(torch.uint8).numpy())

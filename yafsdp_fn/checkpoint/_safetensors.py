@@ -1,0 +1,386 @@
+"""Models in Hugging Face's layout: safetensors files, read and written in parts."""
+
+import difflib
+import itertools
+import json
+import math
+import os
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .._donate import refuse_donated
+from .._errors import ArgumentError
+from .._layout import short_dtype
+from .._tree import NAMESPACE, flatten_with_paths, unflatten
+from ._folder import CheckpointError, all_ranks
+from ._pieces import Piece, bytes_of, pieces_of
+from ._target import Target
+
+Rename = Callable[[str], str] | Mapping[str, str] | None
+
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def _named(tree: Any, rename: Rename) -> tuple[list[str], list[str], list[Any], Any]:
+    """Paths and names of all leaves, the leaves, and the structure.
+
+    Raises:
+        ArgumentError: A leaf is no tensor, or two leaves have one name.
+    """
+    paths, leaves, spec = flatten_with_paths(tree, "tree")
+    accessors = optree.tree_accessors(tree, namespace=NAMESPACE)
+    dotted = [".".join(str(entry.entry) for entry in a) for a in accessors]
+    if isinstance(rename, Mapping):
+        names = [rename.get(name, name) for name in dotted]
+    else:
+        names = [rename(name) for name in dotted] if rename else dotted
+    owners: dict[str, str] = {}
+    for path, name, leaf in zip(paths, names, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            raise ArgumentError(
+                f"{path} is a {type(leaf).__qualname__}; safetensors hold tensors "
+                "alone. Pass the tree of parameters."
+            )
+        if owners.setdefault(name, path) != path:
+            raise ArgumentError(
+                f"{path} and {owners[name]} are both called {name!r}. Give rename= "
+                "that names them apart."
+            )
+    return paths, names, leaves, spec
+
+
+# --- in -------------------------------------------------------------------------------
+
+
+def load_safetensors(
+    path: str | PathLike[str], like: Any, rename: Rename = None
+) -> Any:
+    """Read a tree of tensors from safetensors; each rank reads its rows.
+
+    All ranks call it, with files that all of them see.
+
+    Args:
+        path: A file; or a folder with `model.safetensors.index.json` and the files that
+            it names, with `model.safetensors`, or with other files of that ending.
+        like: A tree of the shapes and dtypes that are needed, as for `load`. What else
+            the files hold is left out.
+        rename: From the name of a leaf to that of its tensor: a function, or a dict
+            (names that it lacks stay). A leaf is called by its keys, joined by dots:
+            `layers.0.query` for `tree['layers'][0]['query']`, and as the module called
+            it for a tree that `yafsdp_fn.functional` has made.
+
+    Returns:
+        A tree like `like`, in new memory.
+
+    Raises:
+        CheckpointError: A file is missing or damaged; a tensor is missing or has
+            another shape or dtype. On all ranks.
+        ArgumentError: A leaf is no tensor, or two have one name.
+
+    Example:
+        >>> import tempfile, torch, yafsdp_fn as yf
+        >>> folder = tempfile.mkdtemp()
+        >>> yf.checkpoint.save_safetensors(folder, {"layers": [torch.ones(2)]})
+        >>> like = {"w": torch.empty(2)}
+        >>> yf.checkpoint.load_safetensors(folder, like, {"w": "layers.0"})
+        {'w': tensor([1., 1.])}
+    """
+    paths, names, leaves, spec = _named(like, rename)
+
+    def read() -> list[Target]:
+        file_of = _files(Path(path))
+        rows = zip(paths, names, leaves, strict=True)
+        return [_read_leaf(file_of, *row) for row in rows]
+
+    targets = all_ranks().together(read)
+    return unflatten(spec, [target.leaf() for target in targets])
+
+
+def _read_leaf(
+    file_of: Mapping[str, Path], path: str, name: str, like: torch.Tensor
+) -> Target:
+    if name not in file_of:
+        close = difflib.get_close_matches(name, file_of, cutoff=0.0)
+        raise CheckpointError(
+            f"{path}: no file has a tensor called {name!r}, but {len(file_of)} others, "
+            f"such as {', '.join(close)}. Say with rename= how it is called."
+        )
+    target = Target(path, like)
+    with _opened(file_of[name]) as file:
+        part = file.get_slice(name)
+        found = (_DTYPES.get(part.get_dtype()), tuple(part.get_shape()))
+        if found != (like.dtype, tuple(like.shape)):
+            raise CheckpointError(
+                f"{path}: {name!r} in {file_of[name]} is {part.get_dtype()}"
+                f"{list(found[1])}, but {_shown(like)} is needed. Pass a like= of that "
+                "shape and dtype, and convert what is loaded."
+            )
+        for offsets, tensor in target.pieces.items():
+            for block in Piece(offsets, tensor).blocks():
+                if block.tensor.dim() == 0:
+                    block.tensor.copy_(file.get_tensor(name))
+                elif block.tensor.numel():
+                    block.tensor.copy_(part[block.index])
+    return target
+
+
+def _shown(tensor: torch.Tensor) -> str:
+    return f"{_NAMES.get(tensor.dtype, short_dtype(tensor.dtype))}{list(tensor.shape)}"
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{file} is missing or damaged ({error}), so nothing was loaded."
+        ) from error
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """The file of every tensor."""
+    if path.is_file():
+        return _names_in([path])
+    index = path / INDEX
+    if index.is_file():
+        try:
+            found = json.loads(index.read_text())["weight_map"]
+            return {name: path / file for name, file in found.items()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index} is damaged ({error!r}), so nothing was loaded."
+            ) from error
+    files = [path / FILE] if (path / FILE).is_file() else [*path.glob("*.safetensors")]
+    if not files:
+        raise CheckpointError(
+            f"{path} is no safetensors file and no folder that holds one. Give "
+            f"a file, or a folder with {FILE}."
+        )
+    return _names_in(sorted(files))
+
+
+def _names_in(files: Sequence[Path]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for path in files:
+        with _opened(path) as file:
+            found.update(dict.fromkeys(file.keys(), path))
+    return found
+
+
+# --- out ------------------------------------------------------------------------------
+
+
+def save_safetensors(
+    path: str | PathLike[str],
+    tree: Any,
+    rename: Rename = None,
+    max_file_bytes: float = 5e9,
+) -> None:
+    """Write a tree of tensors as safetensors; each rank writes its rows.
+
+    Nothing is gathered: every rank writes what it holds where it belongs in the files.
+    A file gets its name when it is whole. All ranks call it.
+
+    Args:
+        path: A folder, for `model.safetensors`, or several files with an index if it
+            gets too large; or one file, if it ends in `.safetensors`.
+        tree: A tree of tensors and DTensors.
+        rename: As for `load_safetensors`.
+        max_file_bytes: Bytes above which a folder gets another file.
+
+    Raises:
+        ArgumentError: A leaf is no tensor, has a dtype that safetensors lack, or two
+            have one name.
+        DonatedError: A leaf's memory was donated to an earlier call.
+        CheckpointError: A rank could not write. On all ranks.
+
+    Example:
+        >>> import tempfile, torch, yafsdp_fn as yf
+        >>> from safetensors.torch import load_file
+        >>> mesh = yf.make_mesh(fsdp=4, emulate=True)
+        >>> params = yf.distribute({"w": torch.arange(6.0)}, mesh)
+        >>> folder = tempfile.mkdtemp()
+        >>> yf.checkpoint.save_safetensors(folder, params)
+        >>> load_file(f"{folder}/model.safetensors")["w"]
+        tensor([0., 1., 2., 3., 4., 5.])
+    """
+    ranks, path = all_ranks(), Path(path)
+
+    def plan() -> tuple[list[_File], dict[str, list[Piece]]]:
+        paths, names, leaves, _ = _named(tree, rename)
+        for leaf_path, leaf in zip(paths, leaves, strict=True):
+            refuse_donated(leaf_path, leaf)
+            if leaf.dtype not in _NAMES:
+                raise ArgumentError(
+                    f"{leaf_path} is {leaf.dtype}, which safetensors lack. Convert it."
+                )
+        rows = zip(paths, names, leaves, strict=True)
+        pieces = {n: [*filter(_written, pieces_of(p, x))] for p, n, x in rows}
+        return _plan(
+            path, dict(zip(names, leaves, strict=True)), max_file_bytes
+        ), pieces
+
+    files, pieces = ranks.together(plan)
+    ranks.of_first(lambda: _begin(files))
+    ranks.together(lambda: _fill(files, pieces))
+    ranks.of_first(lambda: _finish(path, files))
+
+
+def _written(piece: Piece) -> bool:
+    return piece.written and piece.tensor.numel() > 0
+
+
+@dataclass
+class _File:
+    """A file while it is written.
+
+    Attributes:
+        path: Its name when it is whole.
+        leaves: The tensors in it, in the order in which they lie there.
+    """
+
+    path: Path
+    leaves: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves.values())
+
+    @property
+    def partial(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.partial")
+
+    @property
+    def begins(self) -> dict[str, int]:
+        """The first byte of each tensor, after the header."""
+        sizes = (leaf.nbytes for leaf in self.leaves.values())
+        return dict(zip(self.leaves, itertools.accumulate(sizes, initial=0)))  # noqa: B905
+
+    @property
+    def header(self) -> bytes:
+        """Its length, and a description of each tensor, padded to 8 bytes."""
+        found: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for name, begin in self.begins.items():
+            leaf = self.leaves[name]
+            found[name] = {
+                "dtype": _NAMES[leaf.dtype],
+                "shape": list(leaf.shape),
+                "data_offsets": [begin, begin + leaf.nbytes],
+            }
+        text = json.dumps(found).encode()
+        text += b" " * (-len(text) % 8)
+        return struct.pack("<Q", len(text)) + text
+
+    def begin(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        header = self.header
+        with self.partial.open("wb") as file:
+            file.write(header)
+            file.truncate(len(header) + self.nbytes)
+
+    def fill(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
+        """Write the pieces that lie in this process."""
+        start, begins = len(self.header), self.begins
+        with self.partial.open("r+b", buffering=0) as file:
+            for name, leaf in self.leaves.items():
+                blocks = (block for piece in pieces[name] for block in piece.blocks())
+                for offset, run in _runs(blocks, leaf.shape):
+                    file.seek(start + begins[name] + offset)
+                    file.write(run)
+            os.fsync(file.fileno())
+
+
+def _runs(
+    blocks: Iterator[Piece], shape: Sequence[int]
+) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of blocks, in runs as they lie in the full tensor, with offsets."""
+    for block in blocks:
+        tensor = block.tensor
+        whole = [n == size for n, size in zip(tensor.shape, shape, strict=True)]
+        # From the last dimension that is cut on, rows lie together.
+        cut = max((d for d, all_of_it in enumerate(whole) if not all_of_it), default=0)
+        steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+        data = bytes_of(tensor)
+        outer = [range(n) for n in tensor.shape[:cut]]
+        length = len(data) // max(1, math.prod(tensor.shape[:cut]))
+        for number, at in enumerate(itertools.product(*outer)):
+            index = (*at, *[0] * (len(shape) - cut))
+            places = zip(index, block.offsets, steps, strict=True)
+            first = sum((i + begin) * step for i, begin, step in places)
+            run = data[number * length : (number + 1) * length]
+            yield first * tensor.itemsize, run
+
+
+def _plan(
+    path: Path, leaves: Mapping[str, torch.Tensor], max_bytes: float
+) -> list[_File]:
+    """Which tensors go to which file: those of large elements first, so all align."""
+    order = sorted(leaves, key=lambda name: (-leaves[name].dtype.itemsize, name))
+    if path.suffix == ".safetensors":
+        return [_File(path, {name: leaves[name] for name in order})]
+    files = [_File(path / FILE)]
+    for name in order:
+        if files[-1].leaves and files[-1].nbytes + leaves[name].nbytes > max_bytes:
+            files.append(_File(path / FILE))
+        files[-1].leaves[name] = leaves[name]
+    if len(files) > 1:
+        for number, file in enumerate(files, 1):
+            file.path = path / f"model-{number:05}-of-{len(files):05}.safetensors"
+    return files
+
+
+def _begin(files: Sequence[_File]) -> None:
+    for file in files:
+        file.begin()
+
+
+def _fill(files: Sequence[_File], pieces: Mapping[str, Sequence[Piece]]) -> None:
+    for file in files:
+        file.fill(pieces)
+
+
+def _finish(path: Path, files: Sequence[_File]) -> None:
+    """Give the files their names; what an earlier save has left beside them goes."""
+    for file in files:
+        file.partial.replace(file.path)
+    if path.suffix == ".safetensors":
+        return
+    names = {name: file.path.name for file in files for name in file.leaves}
+    if len(files) > 1:
+        total = sum(file.nbytes for file in files)
+        index = {"metadata": {"total_size": total}, "weight_map": names}
+        partial = path / f".{INDEX}.partial"
+        partial.write_text(json.dumps(index, indent=2))
+        partial.replace(path / INDEX)
+    else:
+        (path / INDEX).unlink(missing_ok=True)
+    for other in path.glob("model*.safetensors"):
+        if other.name not in names.values():
+            other.unlink()

@@ -32,6 +32,8 @@ from ._mesh import make_mesh as make_mesh
 from ._distribute import distribute as distribute
 from ._distribute import full as full
 from ._distribute import from_local as from_local
+from ._init import init as init
+from ._init import eval_shape as eval_shape
 
 # Trees on disk.
 from . import checkpoint as checkpoint

@@ -83,14 +83,15 @@ def input_part(
     entry: Input, placed: Placements, call: Call, captured: Captures, world: World
 ) -> Part:
     """What the ranks hold of one input, at this call."""
-    leaf = _current(entry, call, captured)
+    leaf = current(entry, call, captured)
     if not isinstance(leaf, torch.Tensor):
         leaf = torch.tensor(float(leaf), dtype=torch.float64)
     refuse_donated(entry.path, leaf)
     return world.part(leaf, placed)
 
 
-def _current(entry: Input, call: Call, captured: Captures) -> Any:
+def current(entry: Input, call: Call, captured: Captures) -> Any:
+    """The tensor or number that an input stands for, at this call."""
     if isinstance(entry.source, torch.Tensor):
         return entry.source
     if entry.role == "captured":

@@ -75,7 +75,7 @@ class ShardedFunction(Generic[Parameters, Returned]):
             key = self._key(call, captured, mesh)
         except YafsdpError as error:
             if not self._cache:  # the other ranks wait to compare their programs
-                _agree(mesh, f"error: {error}", error)
+                agree_on(mesh, f"error: {error}", error)
             raise
         if key not in self._cache:
             key = self._build(call, captured, mesh)
@@ -156,10 +156,10 @@ class ShardedFunction(Generic[Parameters, Returned]):
         try:
             compiled = self._traced(call, captured, mesh).lower().compile()
             graph = compiled.lowered.traced.graph
-            text = "\n".join([compiled.plan.as_text(), *_constants(graph)])
+            text = "\n".join([compiled.plan.as_text(), *constants_of(graph)])
         except Exception as error:
             text, failure = f"error: {error}", error
-        _agree(mesh, text, failure)
+        agree_on(mesh, text, failure)
         assert compiled is not None
         key = compiled.lowered.traced.key
         self._cache[key] = compiled
@@ -169,11 +169,11 @@ class ShardedFunction(Generic[Parameters, Returned]):
         """Trace, with floats as live inputs if the step allows it."""
         self._traces += 1
         try:
-            graph = _trace(call, captured, True)
+            graph = traced(call, captured, True)
         except Exception:  # torch says in many ways that it needs the number itself
             if not _floats(call):
                 raise
-            graph = _trace(call, captured, False)
+            graph = traced(call, captured, False)
             self._frozen.add(self._key(call, captured, mesh))
         key = self._key(call, captured, mesh)
         held = captured.held
@@ -203,7 +203,7 @@ class _Gradient(ShardedFunction[..., Any]):
         return grads if is_differentiated(call) else like_arguments(call, grads)
 
 
-def _trace(call: Call, captured: Captures, live_floats: bool) -> Graph:
+def traced(call: Call, captured: Captures, live_floats: bool) -> Graph:
     with _inside_trace(), checked_purity(call.signature.fn):
         graph = trace(call, captured, live_floats)
     if not any(isinstance(output.value, Ref) for output in graph.outputs):
@@ -224,7 +224,7 @@ def _inside_trace() -> Iterator[None]:
         _tracing.active = False
 
 
-def _agree(mesh: DeviceMesh, text: str, failure: Exception | None) -> None:
+def agree_on(mesh: DeviceMesh, text: str, failure: Exception | None) -> None:
     """Compare what the ranks have made; a rank that failed raises its own error."""
     try:
         world_of(mesh).agree(text)
@@ -235,7 +235,7 @@ def _agree(mesh: DeviceMesh, text: str, failure: Exception | None) -> None:
         raise failure
 
 
-def _constants(graph: Graph) -> Iterator[str]:
+def constants_of(graph: Graph) -> Iterator[str]:
     """The tensors that a step makes of Python numbers: they could differ by rank."""
     for entry in graph.inputs:
         if entry.role == "constant" and isinstance(entry.source, torch.Tensor):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from .._errors import YafsdpError
 from .._mesh import gathered
-from ._pieces import bytes_of
+from .._pieces import bytes_of
 
 Made = TypeVar("Made")
 METADATA, TREE = ".metadata", "tree.json"

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
 )
 
+from .._target import Target
 from .._torch import load_state_dict
 from .._tree import flatten_with_paths, unflatten
 from ._folder import (
@@ -35,7 +36,6 @@ from ._folder import (
     read_tree,
 )
 from ._save import describe, wait_for_saves
-from ._target import Target
 
 
 class _Planner(LoadPlanner):

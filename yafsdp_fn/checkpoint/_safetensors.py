@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from .._donate import refuse_donated
 from .._errors import ArgumentError
 from .._layout import short_dtype
+from .._pieces import Piece, bytes_of, pieces_of
+from .._target import Target
 from .._tree import NAMESPACE, flatten_with_paths, unflatten
 from ._folder import CheckpointError, all_ranks
-from ._pieces import Piece, bytes_of, pieces_of
-from ._target import Target
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import (
 
 from .._donate import refuse_donated
 from .._errors import ArgumentError
+from .._pieces import Piece, pieces_of
 from .._torch import save_state_dict
 from .._tree import flatten_with_paths
 from ._folder import (
@@ -37,7 +38,6 @@ from ._folder import (
     named,
     replace_last,
 )
-from ._pieces import Piece, pieces_of
 
 # --- what is saved --------------------------------------------------------------------
 

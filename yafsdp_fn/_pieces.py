@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .._errors import ArgumentError
-from .._layout import Pending, Placements, interval
-from .._mesh import axis_sizes, coordinates, from_torch, is_emulated, own_coordinate
-from .._world import contributes, world_of
+from ._errors import ArgumentError
+from ._layout import Pending, Placements, interval
+from ._mesh import axis_sizes, coordinates, from_torch, is_emulated, own_coordinate
+from ._world import contributes, world_of
 
 _BLOCK_BYTES = 1 << 24  # the least that is read of a saved leaf
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from .._layout import Meta
-from .._shapes import dense_stride
-from .._world import world_of
+from ._layout import Meta
 from ._pieces import pieces_of
+from ._shapes import dense_stride
+from ._world import world_of
 
 
 class Target:

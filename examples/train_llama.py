@@ -4,6 +4,8 @@
     python examples/train_llama.py                                 # 2 processes, gloo
     torchrun --nproc-per-node 2 examples/train_llama.py            # the same
     python examples/train_llama.py --ranks 4 --emulate --check 3   # 4 ranks, 1 process
+    python examples/train_llama.py --save run                      # checkpoints
+    python examples/train_llama.py --resume run --ranks 3          # goes on from there
 
 The model and the train step below are written for one device and the whole batch.
 Sharding is two lines of `train`: a mesh, and `yf.distribute`.
@@ -70,6 +72,10 @@ class Config:
     tied: bool = option(True, "one matrix embeds bytes and predicts them")
     learning_rate: float = option(1e-3, "peak of the learning rate")
     check: int = option(0, "steps to compare with the unsharded step")
+    save: str = option("", "folder for checkpoints, written in the background")
+    save_every: int = option(100, "steps from one checkpoint to the next")
+    resume: str = option("", "folder with a checkpoint of --save, to go on from")
+    stop: int = option(0, "step to stop before, as if interrupted; 0: none")
     sample: int = option(200, "bytes to generate for each prompt")
     seed: int = option(0, "seed of parameters, batches and sample")
 
@@ -246,12 +252,18 @@ def windows(text: Text, starts: Int64[Tensor, " batch"], config: Config) -> Batc
     return {"tokens": tokens, "targets": targets, "mask": tokens != SEPARATOR}
 
 
-def training_batches(text: Text, config: Config) -> Iterator[Batch]:
-    """Global batches, the same on every rank: `shard` splits them."""
-    generator = torch.Generator().manual_seed(config.seed)
-    last, size = len(text) - config.context, (config.batch,)
-    while True:
-        yield windows(text, torch.randint(last, size, generator=generator), config)
+def training_batches(text: Text, config: Config, first: int = 0) -> Iterator[Batch]:
+    """Global batches, the same on every rank: `shard` splits them.
+
+    A batch is a function of its step: where training is in the data, the step says.
+    """
+    key, last = yf.random.key(config.seed), len(text) - config.context
+    for step in itertools.count(first):
+        drawn = yf.random.fold_in(key, step)
+        places = yf.random.uniform(
+            drawn, (config.batch,), high=last, dtype=torch.float64
+        )
+        yield windows(text, places.long(), config)
 
 
 def held_out_batches(text: Text, config: Config, count: int = 16) -> Iterator[Batch]:
@@ -290,10 +302,11 @@ class Progress:
         self.shown, self.terminal = shown, shown and sys.stderr.isatty()
         self.bar = tqdm(total=config.steps, unit="step", disable=not self.terminal)
         self.tokens = config.batch * config.context
+        self.first = -1
 
     def update(self, step: int, loss: Tensor) -> None:
-        if step == 0:  # traced and planned: the clock starts after it
-            self.started = time.perf_counter()
+        if self.first < 0:  # traced and planned: the clock starts after it
+            self.first, self.started = step, time.perf_counter()
         line = self.describe(step, loss)
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update()
@@ -301,7 +314,8 @@ class Progress:
             self.print(f"step {step:4}  {line}")
 
     def describe(self, step: int, loss: Tensor) -> str:
-        rate = step * self.tokens / (time.perf_counter() - self.started)
+        done = step - self.first
+        rate = done * self.tokens / (time.perf_counter() - self.started)
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
         peak = f"peak RSS of rank 0 {resident:,.0f} MiB"
         return f"loss {loss.item():.3f}  {rate:,.0f} tokens/s  {peak}"
@@ -334,8 +348,23 @@ def check_step(found: Tree, wanted: Tree) -> str:
     return f"check: differs from the unsharded step by {difference:.1e} relative"
 
 
-def train(config: Config) -> None:
-    """One rank's work; with `--emulate`, that of all ranks."""
+class State(NamedTuple):
+    """All that training goes on from: what a checkpoint holds."""
+
+    params: Tree
+    opt_state: Tree
+    step: int = 0  # the next one, and the next batch
+
+
+def resumed(config: Config, state: State) -> State:
+    """What was saved last, on this mesh: it may have been saved on another one."""
+    if not config.resume:
+        return state
+    return yf.checkpoint.load(config.resume, state)
+
+
+def train(config: Config) -> list[float]:
+    """One rank's work; with `--emulate`, that of all ranks. Returns all losses."""
     ranks = int(os.environ.get("WORLD_SIZE", config.ranks))
     processes = 1 if config.emulate else ranks
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // processes))
@@ -345,29 +374,50 @@ def train(config: Config) -> None:
     text, held_out = read_corpus()
     optimiser = make_optimiser(config)
     functions = make_functions(config, optimiser)
-    whole = init_params(config)
-    params = yf.distribute(whole, mesh)
-    opt_state = optimiser.init(params)
-    plain = (whole, optimiser.init(whole)) if config.check else ()
-    count = sum(leaf.numel() for leaf in optree.tree_leaves(whole))
+    params = yf.distribute(init_params(config), mesh)
+    state = resumed(config, State(params, optimiser.init(params)))
+    plain = yf.full(state) if config.check else None
+    count = sum(leaf.numel() for leaf in optree.tree_leaves(params))
     progress.print(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text")
+    if state.step:
+        progress.print(f"resumed before step {state.step}")
 
-    batches = itertools.islice(training_batches(text, config), config.steps)
-    for step, batch in enumerate(batches):
-        params, opt_state, metrics = functions.train_step(params, opt_state, batch)
-        if step < config.check:
+    losses, saving = [], None
+    steps = range(state.step, config.stop or config.steps)
+    for step, batch in zip(steps, training_batches(text, config, state.step)):  # noqa: B905
+        params, opt_state, metrics = functions.train_step(*state[:2], batch)
+        state = State(params, opt_state, step + 1)
+        if plain and step < steps.start + config.check:
             # The function under the decorator, on one device and the whole batch.
-            *plain, expected = functions.train_step.__wrapped__(*plain, batch)
-            found = (params, opt_state, metrics)
-            progress.print(check_step(found, (*plain, expected)))
+            *whole, expected = functions.train_step.__wrapped__(*plain[:2], batch)
+            plain = State(*whole)
+            progress.print(check_step((*state[:2], metrics), (*whole, expected)))
+        if config.save and (state.step % config.save_every == 0 or step == steps[-1]):
+            saving = yf.checkpoint.async_save(config.save, state)
+        losses.append(metrics["loss"].item())
         progress.update(step, metrics["loss"])
     progress.bar.close()
+    if saving:
+        saving.result()
+        progress.print(f"saved to {config.save} before step {state.step}")
+    report(functions, state, held_out, progress, config)
+    return losses
 
-    evaluation = held_out_batches(held_out, config)
-    losses = [functions.evaluate(params, unseen) for unseen in evaluation]
+
+def report(
+    functions: Functions,
+    state: State,
+    held_out: Text,
+    progress: Progress,
+    config: Config,
+) -> None:
+    """What the model has learnt, and what a step moves."""
+    unseen = held_out_batches(held_out, config)
+    losses = [functions.evaluate(state.params, batch) for batch in unseen]
     progress.print(f"held-out loss: {torch.stack(losses).mean():.3f} nats a byte")
-    progress.print(describe_step(functions.train_step.lower(params, opt_state, batch)))
-    for generated in sample(functions.predict, params, config):
+    batch = next(held_out_batches(held_out, config))
+    progress.print(describe_step(functions.train_step.lower(*state[:2], batch)))
+    for generated in sample(functions.predict, state.params, config):
         progress.print(f"--- sample\n{generated}")
 
 

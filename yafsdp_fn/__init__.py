@@ -51,6 +51,7 @@ from ._launch import LaunchError as LaunchError
 # Errors.
 from ._errors import YafsdpError as YafsdpError
 from ._errors import ArgumentError as ArgumentError
+from ._ranks import RankError as RankError
 from .checkpoint import CheckpointError as CheckpointError
 from ._errors import TraceError as TraceError
 from ._errors import DonatedError as DonatedError

@@ -4,14 +4,19 @@ Programs run one at a time, so all of a process share a block as large as the la
 of them needs. It grows when a larger program is run, and is never copied.
 """
 
+import contextlib
+import gc
 import itertools
 import mmap
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+
+from ._errors import ArgumentError
 
 _generations = itertools.count(1)
 
@@ -46,9 +51,30 @@ class Pool:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()  # held while a program runs
+        self.busy = False
         self.blocks: dict[tuple[torch.device, int], torch.Tensor] = {}
         self.segments: dict[int, Segment] = {}  # by the address of their block
         self.users: weakref.WeakSet[User] = weakref.WeakSet()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """While a program runs.
+
+        Raises:
+            ArgumentError: It is run by an operator of one that runs already.
+        """
+        with self.lock:
+            if self.busy:
+                raise ArgumentError(
+                    "a sharded function was called by an operator of another one, "
+                    "while that ran. Call it in the step itself, where it is inlined, "
+                    "or call the unsharded function in the operator."
+                )
+            self.busy = True
+            try:
+                yield
+            finally:
+                self.busy = False
 
     def block(
         self,
@@ -84,7 +110,10 @@ class Pool:
     def _drop(self, key: tuple[torch.device, int]) -> None:
         for user in list(self.users):
             user.forget()
-        self.segments.pop(self._address(self.blocks.pop(key, None)), None)
+        block = self.blocks.pop(key, None)
+        self.segments.pop(self._address(block), None)
+        if block is not None:
+            gc.collect()  # closures refer to each other, and to views of the block
 
     def _made(self, device: torch.device, nbytes: int, shared: bool) -> torch.Tensor:
         if not shared:

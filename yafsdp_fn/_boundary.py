@@ -51,7 +51,7 @@ def placed_key(call: Call, mesh: DeviceMesh) -> Hashable:
     batch = call.signature.batch
     owned = zip(call.leaves, call.owners(), strict=True)
     placed = tuple(placements_of(x, owner in batch, owner, mesh) for x, owner in owned)
-    return (call.key(), placed, mesh, type(mesh))
+    return (call.key(), placed, mesh, type(mesh), torch.get_default_dtype())
 
 
 _from_torch = functools.lru_cache(maxsize=4096)(from_torch)
@@ -238,7 +238,8 @@ def result_leaves(
         elif result.passed in donated and isinstance(passed, DTensor):
             leaves.append(_result_leaf(result, part, call, world, mesh))
         elif isinstance(passed, DTensor) or (passed is not None and not result.placed):
-            leaves.append(passed)
+            # The caller's own, unless it can't be used any more.
+            leaves.append(passed.detach() if result.passed in donated else passed)
         else:
             own = _cloned(part, world) if result.shared else part
             leaves.append(_result_leaf(result, own, call, world, mesh))
@@ -306,8 +307,13 @@ def donate(
     goes = {r.argument: n for n, r in reversed(list(enumerate(results))) if r.meta}
     shards = [n for n in given if isinstance(call.leaves[n], DTensor)]
     _write(call, shards, goes, parts, world)
+    give_up(call, step)
+
+
+def give_up(call: Call, step: str) -> None:
+    """Mark all donated leaves as taken by a step."""
     paths = call.paths()
-    for n in given:
+    for n in sorted(call.donated()):
         if isinstance(call.leaves[n], torch.Tensor):
             take(call.leaves[n], f"{paths[n]} to {step}")
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from ._bind import Rank
 from ._program import Transfer
+from ._ranks import waiting
 from ._shapes import is_direct
 from ._shared import Neighbours
 from ._torch import all_gather_single, reduce_scatter_single
@@ -316,16 +317,18 @@ def _messages(
         return near.exchange(sent, received, tag)
     ranks, own = dist.get_world_size(group), dist.get_rank(group)
     works: list[Any] = []
-    for distance in range(1, ranks if sent[0].numel() else 1):
-        source, target = (own - distance) % ranks, (own + distance) % ranks
-        works.append(
-            dist.irecv(received[source], group=group, tag=tag, group_src=source)
-        )
-        works.append(dist.isend(sent[target], group=group, tag=tag, group_dst=target))
+    with waiting(group):
+        for distance in range(1, ranks if sent[0].numel() else 1):
+            source, target = (own - distance) % ranks, (own + distance) % ranks
+            works += [
+                dist.irecv(received[source], group=group, tag=tag, group_src=source),
+                dist.isend(sent[target], group=group, tag=tag, group_dst=target),
+            ]
 
     def wait(_: Any = (sent, received)) -> None:
-        for work in works:
-            work.wait()
+        with waiting(group):
+            for work in works:
+                work.wait()
 
     return wait
 

@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from ._errors import DonatedError
 from ._torch import set_local_part
+from ._tree import flatten
 
 _MARK = "_yafsdp_donated"
 
@@ -54,7 +55,8 @@ class _Taken(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kw: Any = None
     ) -> NoReturn:
-        held = next(a for a in args if isinstance(a, cls))
+        leaves, _ = flatten([args, kw])
+        held = next(leaf for leaf in leaves if isinstance(leaf, cls))
         raise DonatedError(_message("a tensor", held.taken))
 
 
@@ -88,4 +90,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _fits(shard: torch.Tensor, result: torch.Tensor) -> bool:
-    return shard.shape == result.shape and shard.dtype == result.dtype
+    apart = 0 not in shard.stride()  # else elements share memory
+    return apart and shard.shape == result.shape and shard.dtype == result.dtype

@@ -108,6 +108,22 @@ def _setitem(x: torch.Tensor, index: Any, value: Any) -> None:
     )
 
 
+def _in_place(functional: Any) -> Callable[..., None]:
+    """A fused optimiser that edits, of one that returns what it makes.
+
+    torch's functionalisation takes an empty list of tensors for one that it must not
+    edit.
+    """
+
+    def edit(*lists: Any, **options: Any) -> None:
+        made = functional(*lists, **options)
+        for old, new in zip(lists, made, strict=False):
+            for edited, tensor in zip(old, new, strict=True):
+                edited.copy_(tensor)
+
+    return edit
+
+
 def _set(x: torch.Tensor, *_: Any, **__: Any) -> NoReturn:
     raise TraceError(
         f"{user_line(sys._getframe(1))}: set_ gives a tensor other memory, so the step "
@@ -121,6 +137,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: _getitem,
     torch.Tensor.__setitem__: _setitem,
     torch.Tensor.set_: _set,
+    torch._fused_adam_: _in_place(torch.ops.aten._fused_adam),
+    torch._fused_adamw_: _in_place(torch.ops.aten._fused_adamw),
     torch.Tensor.__deepcopy__: lambda x, memo: x.clone(),
     torch.Tensor.__format__: lambda x, spec: _read() if spec else repr(x),
     **dict.fromkeys(

@@ -15,6 +15,7 @@ from ._errors import ArgumentError
 from ._graph import Ref
 from ._lower import Local as Step
 from ._program import Adjust, Compute, Local, Transfer
+from ._shapes import packed_bytes
 
 GroupBy = Callable[[str], Hashable]
 SMALL = "small leaves"
@@ -65,12 +66,14 @@ class Groups:
         steps: The rank's graph.
         values: What is known of its values.
         returned: Numbers of the values that are handed back.
+        axes: The number of ranks along each mesh axis.
         group_by: From the path of a leaf to what it is gathered with.
     """
 
     steps: Sequence[Step]
     values: Mapping[int, Local]
     returned: frozenset[int]
+    axes: Sequence[int]
     group_by: GroupBy = layer_of
 
     @cached_property
@@ -196,7 +199,12 @@ class Groups:
         step = self.steps[position]
         if isinstance(step, Compute) and step.op in _rules.VIEWS:
             return 0
-        return sum(self.values[r.id].meta.nbytes for r in step.writes)
+        metas = [self.values[r.id].meta for r in step.writes]
+        if isinstance(step, Transfer):  # shards are padded, so that they are equal
+            ranks = self.axes[step.axis]
+            cuts = zip(metas, step.cuts, strict=True)
+            return sum(max(m.nbytes, packed_bytes(m, c, ranks)) for m, c in cuts)
+        return sum(meta.nbytes for meta in metas)
 
 
 def _chosen(group_by: GroupBy, path: str) -> Hashable:

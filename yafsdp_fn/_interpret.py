@@ -70,7 +70,7 @@ class Runner:
 
     @contextmanager
     def _running(self, inputs: Sequence[torch.Tensor]) -> Iterator[Rank]:
-        with POOL.lock, torch.no_grad():
+        with POOL.running(), torch.no_grad():
             rank = self._bound()
             rank.begin(inputs)
             for near in filter(None, self.near or ()):
@@ -83,6 +83,8 @@ class Runner:
     def forget(self) -> None:
         """Drop what lies in the arena, which has been replaced."""
         self.rank, self.each, self.actions = None, [], []
+        for near in filter(None, self.near or ()):
+            near.arenas.clear()  # the others have replaced theirs too
 
     def _bound(self) -> Rank:
         program = self.program
@@ -157,7 +159,7 @@ class Emulator:
         self, inputs: Sequence[Sequence[torch.Tensor]]
     ) -> list[list[torch.Tensor] | None]:
         """Execute on the inputs of every rank; the results of every rank."""
-        with POOL.lock, torch.no_grad():
+        with POOL.running(), torch.no_grad():
             self._bind()
             for n, rank in enumerate(self.ranks):
                 rank.begin([parts[n] for parts in inputs])

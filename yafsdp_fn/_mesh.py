@@ -18,7 +18,8 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from ._errors import ArgumentError
 from ._layout import SUM, WHOLE, Placement, Placements, Split, even_chunk, interval
-from ._torch import HashStore, offline_mesh
+from ._ranks import RankError, absent, ranks_text, waiting
+from ._torch import HashStore, offline_mesh, rendezvous
 
 
 def gathered(value: Any, groups: Sequence[dist.ProcessGroup | None]) -> list[Any]:
@@ -30,7 +31,8 @@ def gathered(value: Any, groups: Sequence[dist.ProcessGroup | None]) -> list[Any
     for group in reversed(groups):
         if group is not None:
             rows: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(rows, found, group=group)
+            with waiting(group):
+                dist.all_gather_object(rows, found, group=group)
             found = [item for row in rows for item in row]
     return found
 
@@ -50,6 +52,7 @@ def make_mesh(
     *sizes_without_names: int,
     device_type: str | None = None,
     emulate: bool = False,
+    timeout: float | None = None,
     **axes: int,
 ) -> DeviceMesh:
     """A mesh of ranks with named axes.
@@ -62,6 +65,9 @@ def make_mesh(
     Args:
         device_type: "cpu" or "cuda"; by default "cuda" if there is a device.
         emulate: Let all ranks live in this process, for notebooks and tests.
+        timeout: Seconds that a rank waits for another one, at the start and in every
+            collective, before it raises; by default torch's: 30 minutes, 10 with NCCL.
+            Of no effect if a process group runs already.
         **axes: The number of ranks along each axis, outermost first.
         sizes_without_names: None; there to say that every axis has a name.
 
@@ -70,7 +76,8 @@ def make_mesh(
 
     Raises:
         ArgumentError: No axis, a size below one, several axes of which none is `fsdp`,
-            or another number of ranks than processes run.
+            another number of ranks than processes run, or no positive time-out.
+        RankError: A rank did not come within the time-out.
 
     Example:
         >>> import yafsdp_fn as yf
@@ -87,7 +94,9 @@ def make_mesh(
     sizes, names = tuple(axes.values()), tuple(axes)
     if emulate:
         return offline_mesh(device, sizes, names, EmulatedMesh)
-    _ensure_process_group(device)
+    if timeout is not None and not timeout > 0:
+        raise ArgumentError(f"timeout={timeout!r}: write seconds, such as timeout=600.")
+    _ensure_process_group(device, timeout)
     _check_world(math.prod(sizes), axes)
     return init_device_mesh(device, sizes, mesh_dim_names=names)
 
@@ -107,17 +116,43 @@ def _check_axes(axes: dict[str, int]) -> None:
         )
 
 
-def _ensure_process_group(device: str) -> None:
+def _ensure_process_group(device: str, timeout: float | None) -> None:
     if dist.is_initialized():
         return
     backend = "nccl" if device == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group(backend)
+        _start(backend, None if timeout is None else timedelta(seconds=timeout))
         atexit.register(_end_process_group)
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _start(backend: str, timeout: timedelta | None) -> None:
+    """Begin the process group of torchrun's variables; say who did not come."""
+    within: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    store, rank, world = rendezvous(**within)
+    store.set(f"{_ARRIVED}/{rank}", "")
+    try:
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=world,
+            **within,
+        )
+    except RuntimeError as error:
+        missing = absent(store, _ARRIVED, range(world), seconds=1)
+        if not missing:
+            raise
+        raise RankError(
+            f"rank {rank} waited at the start for {ranks_text(missing)} of {world}, "
+            f"which ended, hangs, or was not started. {error}"
+        ) from error
+
+
+_ARRIVED = "yafsdp_fn/arrived"
 
 
 def _end_process_group() -> None:

@@ -73,7 +73,10 @@ class _Site:
         bound = self.call.with_leaves(self.filled(tensors))
         out = self.sharded(*bound.args, **bound.kwargs)
         self.out_leaves, self.out_spec = flatten(out)
-        return tuple(x for x in self.out_leaves if isinstance(x, torch.Tensor))
+        made = [x for x in self.out_leaves if isinstance(x, torch.Tensor)]
+        # Autograd wants no argument back as it is.
+        given = {id(tensor) for tensor in tensors}
+        return tuple(x.clone() if id(x) in given else x for x in made)
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         given = iter(tensors)

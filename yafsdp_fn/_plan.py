@@ -71,7 +71,7 @@ def plan(
     returned = frozenset(r.id for r in outputs if r is not None)
     once, repeated = simplify(steps, values, returned)
     group_by = schedule.group_by or layer_of
-    groups = Groups(repeated, values, returned, group_by)
+    groups = Groups(repeated, values, returned, placed.sizes, group_by)
     planner = _Planner(groups, schedule, values, receives, len(placed.sizes))
     instructions = planner.run()
     kept = {r for each in once for r in each.writes}

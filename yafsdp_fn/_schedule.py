@@ -8,6 +8,8 @@ import torch
 
 from ._errors import ArgumentError
 
+_SUMMED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -64,12 +66,10 @@ class Schedule:
             raise ArgumentError(
                 f"Schedule(reduce={self.reduce!r}): write 'once' or 'each'."
             )
-        dtype = self.reduce_dtype
-        floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
-        if dtype is not None and not floating:
+        if self.reduce_dtype not in (None, *_SUMMED):
             raise ArgumentError(
-                f"Schedule(reduce_dtype={dtype!r}): write a floating dtype, such as "
-                "torch.bfloat16, or None."
+                f"Schedule(reduce_dtype={self.reduce_dtype!r}): write torch.bfloat16, "
+                "another floating dtype of at least 16 bits, or None."
             )
 
     def _check_gathers(self) -> None:

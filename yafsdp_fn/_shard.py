@@ -51,6 +51,7 @@ class ShardedFunction(Generic[Parameters, Returned]):
         schedule: Schedule = Schedule(),  # noqa: B008
     ) -> None:
         functools.update_wrapper(self, fn)
+        self._options = (mesh, batch, static, donate, schedule)
         self._fn = fn
         self._mesh = mesh
         self._schedule = schedule
@@ -382,12 +383,15 @@ def shard_with(
     donate: Names,
     schedule: Schedule,
 ) -> ShardedFunction[..., Any]:
-    """`shard` with resolved options; a sharded function is sharded anew if any."""
+    """`shard` with resolved options; a sharded function keeps those not given."""
     if isinstance(fn, ShardedFunction):
-        named = any((batch, static, donate)) or schedule != Schedule()
-        if mesh is None and not named:
+        known = fn._options
+        mesh, batch = mesh or known[0], batch or known[1]
+        static, donate = static or known[2], donate or known[3]
+        schedule = known[4] if schedule == Schedule() else schedule
+        if (mesh, batch, static, donate, schedule) == known:
             return fn
-        return shard_with(fn._fn, mesh, batch, static, donate, schedule)
+        fn = fn._fn
     if not callable(fn):
         raise ArgumentError(
             f"shard takes a function, not a {type(fn).__name__}; options are keywords: "

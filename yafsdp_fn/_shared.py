@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ._arena import POOL, Segment
 from ._mesh import gathered
+from ._ranks import RankError
 from ._torch import group_timeout
 
 # --- which ranks are near -------------------------------------------------------------
@@ -100,6 +101,7 @@ class Neighbours:
         processes: Sequence[int],
     ) -> None:
         self.ranks, self.own = dist.get_world_size(group), dist.get_rank(group)
+        self.world = dist.get_process_group_ranks(group)
         self.others = [(self.own + n) % self.ranks for n in range(1, self.ranks)]
         self.slots, self.segment, self.processes = slots, segment, processes
         self.pages = [memoryview(page).cast("q") for page in pages]
@@ -187,17 +189,23 @@ class Neighbours:
     def _check(self, missing: set[int], waited: float) -> None:
         """Raise if a rank has ended, or has not come for too long."""
         for rank in missing:
-            if not _runs(self.processes[rank]):
-                raise RuntimeError(
-                    f"rank {rank} (process {self.processes[rank]}) has ended before "
-                    f"it took part in a collective of rank {self.own}."
+            if _state(self.processes[rank]) in "ZX":
+                raise RankError(
+                    f"{self._name(rank)} has ended before it took part in a collective "
+                    f"of rank {self.world[self.own]}."
                 )
         if waited > self.timeout:
-            raise RuntimeError(
-                f"rank {self.own} has waited {waited:.0f} s for ranks "
-                f"{sorted(missing)} in a collective: they are stuck, or run another "
-                "program. The time-out is that of the process group."
+            stopped = [r for r in missing if _state(self.processes[r]) in "tT"]
+            names = ", ".join(self._name(r) for r in sorted(stopped or missing))
+            what = "is stopped" if stopped else "hangs, or runs another program"
+            raise RankError(
+                f"rank {self.world[self.own]} waited {waited:.0f} s in a collective "
+                f"for {names}, which {what}. The time-out is that of the process "
+                "group: make_mesh(timeout=...)."
             )
+
+    def _name(self, rank: int) -> str:
+        return f"rank {self.world[rank]} (process {self.processes[rank]})"
 
 
 _EAGER = 100  # turns in which a waiting rank only lets others run
@@ -205,9 +213,10 @@ _PAUSE = 5e-5  # seconds that it sleeps in later ones
 _CHECK = 0.5  # seconds between looks at the other processes
 
 
-def _runs(process: int) -> bool:
+def _state(process: int) -> str:
+    """The state of a process as the kernel calls it; "X" if it is gone."""
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except OSError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"  # neither a zombie nor dead
+        return "X"
+    return status.rpartition(")")[2].split()[0]

@@ -13,6 +13,7 @@ from ._boundary import (
     describe_results,
     donate,
     expressible,
+    give_up,
     input_part,
     input_placements,
     refuse_shared_donations,
@@ -102,8 +103,13 @@ class Traced:
         return {
             output: at[leaf]
             for output, leaf in enumerate(matched)
-            if leaf is not None and leaf in at and isinstance(leaves[leaf], DTensor)
+            if leaf is not None and leaf in at and _is_kept(leaves[leaf])
         }
+
+
+def _is_kept(leaf: Any) -> bool:
+    """Whether ranks hold shards of a leaf; one on the meta device stands for them."""
+    return isinstance(leaf, DTensor) or getattr(leaf, "is_meta", False)
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,11 @@ class Compiled:
         traced, results = self.lowered.traced, self.lowered.results
         parts = self._parts(call, captured)
         refuse_shared_donations(call, captured, self.world)
-        made = self.executor(parts)
+        try:
+            made = self.executor(parts)
+        except BaseException:  # some may have been written, and others not
+            give_up(call, f"{call.signature.name}, which failed in the middle")
+            raise
         donate(call, results, made, self.world, call.signature.name)
         leaves = result_leaves(results, made, call, self.world, traced.mesh)
         return unflatten(traced.graph.spec, leaves)

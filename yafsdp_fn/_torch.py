@@ -209,9 +209,23 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or (
 )
 
 
+def rendezvous(**options: Any) -> tuple[Any, int, int]:
+    """The store of torchrun's variables, this rank and the number of ranks.
+
+    Public replacement: itself, once it is annotated.
+    """
+    return next(iter(getattr(dist, "rendezvous")("env://", **options)))  # noqa: B009
+
+
+def default_store() -> Any:
+    """The store of the default process group. Public replacement: none."""
+    return getattr(dist.distributed_c10d, "_get_default_store")()  # noqa: B009
+
+
 def group_timeout(group: dist.ProcessGroup) -> float:
-    """Seconds that a gloo group waits for a collective. Public replacement: none."""
-    backend: Any = group._get_backend(torch.device("cpu"))
+    """Seconds that a group waits for a collective. Public replacement: none."""
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    backend: Any = group._get_backend(torch.device(device))
     timeout: float = backend.options._timeout.total_seconds()
     return timeout
 

@@ -79,6 +79,9 @@ def _execute(
 ) -> tuple[tuple[Output, ...], optree.PyTreeSpec]:
     try:
         with (
+            # As inside of torch.func, whatever the caller has switched off.
+            torch.inference_mode(False),
+            torch.enable_grad(),
             recorder.fakes,
             recorder,
             Functions(),

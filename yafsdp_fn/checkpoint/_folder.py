@@ -17,6 +17,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from .._errors import YafsdpError
 from .._mesh import gathered
 from .._pieces import bytes_of
+from .._torch import group_timeout
 
 Made = TypeVar("Made")
 METADATA, TREE = ".metadata", "tree.json"
@@ -89,9 +91,11 @@ def all_ranks() -> Ranks:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Ranks(None)
     world = dist.group.WORLD
+    assert world is not None
     if world not in _GROUPS:
         _GROUPS.clear()  # of a group that has been destroyed
-        _GROUPS[world] = dist.new_group(backend="gloo")
+        timeout = timedelta(seconds=group_timeout(world))
+        _GROUPS[world] = dist.new_group(backend="gloo", timeout=timeout)
     return Ranks(_GROUPS[world])
 
 

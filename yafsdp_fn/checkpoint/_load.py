@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
 )
 
+from .._ranks import waiting
 from .._target import Target
 from .._torch import load_state_dict
 from .._tree import flatten_with_paths, unflatten
@@ -194,7 +195,8 @@ def load(path: str | PathLike[str], like: Any, *, partial: bool = False) -> Any:
     saved, blocks, targets = ranks.together(prepare)
     try:
         planner = _Planner(targets, blocks)
-        load_state_dict(_Reader(checkpoint), planner, ranks.group)
+        with waiting(ranks.group):
+            load_state_dict(_Reader(checkpoint), planner, ranks.group)
     except CheckpointException as error:  # on all ranks, and no Exception
         raise CheckpointError(_cause(checkpoint, error.failures)) from error
     return unflatten(

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.planner import (
 from .._donate import refuse_donated
 from .._errors import ArgumentError
 from .._pieces import Piece, pieces_of
+from .._ranks import waiting
 from .._torch import save_state_dict
 from .._tree import flatten_with_paths
 from ._folder import (
@@ -131,7 +132,8 @@ def _write(folder: Path, taken: Snapshot, ranks: Ranks) -> None:
         planner = _Planner(taken)
         writer = FileSystemWriter(checkpoint)
         try:
-            save_state_dict(writer, planner, ranks.group)
+            with waiting(ranks.group):
+                save_state_dict(writer, planner, ranks.group)
         except CheckpointException as error:  # on all ranks, and no Exception
             raise CheckpointError(_cause(folder, error.failures)) from error
         return planner.digests

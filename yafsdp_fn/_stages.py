@@ -103,13 +103,8 @@ class Traced:
         return {
             output: at[leaf]
             for output, leaf in enumerate(matched)
-            if leaf is not None and leaf in at and _is_kept(leaves[leaf])
+            if leaf is not None and leaf in at and isinstance(leaves[leaf], DTensor)
         }
-
-
-def _is_kept(leaf: Any) -> bool:
-    """Whether ranks hold shards of a leaf; one on the meta device stands for them."""
-    return isinstance(leaf, DTensor) or getattr(leaf, "is_meta", False)
 
 
 @dataclass(frozen=True)

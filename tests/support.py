@@ -13,7 +13,7 @@ import yafsdp_fn as yf
 from yafsdp_fn.testing import assert_agrees
 from yafsdp_fn.testing._compare import Tolerance, first_difference
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_llama.py"
+EXAMPLES = Path(__file__).parents[1] / "examples"
 WORLDS = (1, 2, 3, 4)
 MESHES = ((2, 2), (4, 1), (1, 4), (1, 1))
 
@@ -26,15 +26,20 @@ def mesh_of(world: int | tuple[int, int]) -> DeviceMesh:
 
 
 @functools.cache
-def llama() -> Any:
-    """The example as a module; nothing runs at its import."""
-    spec = importlib.util.spec_from_file_location("train_llama", EXAMPLE)
+def example(name: str) -> Any:
+    """A file of `examples/` as a module; nothing runs at its import."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def llama() -> Any:
+    """The Llama, of which other examples import."""
+    return example("train_llama")
 
 
 def assert_same(found: Any, wanted: Any, rtol: float | None = None) -> None:

@@ -53,10 +53,11 @@ class Ranks:
         self.first = group is None or dist.get_rank(group) == 0
 
     def together(self, work: Callable[[], Made]) -> Made:
-        """Do the work of each; if one fails, raise what it says on all. A collective.
+        """Do the work of each; if one fails, raise on all. A collective.
 
         Raises:
-            CheckpointError: Names the rank, unless all fail alike.
+            CheckpointError: Says which rank failed, and why. If all fail alike, the
+                error of each is raised itself.
         """
         made, error = None, None
         try:
@@ -68,6 +69,8 @@ class Ranks:
         if failed:
             rank, text = failed[0]
             alike = len(texts) == len(failed) and len(set(texts)) == 1
+            if alike and isinstance(error, YafsdpError):
+                raise error
             raise CheckpointError(text if alike else f"rank {rank}: {text}") from error
         return made  # type: ignore[return-value]
 

@@ -1,7 +1,6 @@
 """DPO of the examples: its pairs, what it communicates, and that the base is frozen."""
 
 import functools
-import importlib.util
 import itertools
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from support import EXAMPLE, assert_same, llama, mesh_of
+from support import assert_same, example, llama, mesh_of
 
 import yafsdp_fn as yf
 
@@ -18,17 +17,9 @@ SIZES: dict[str, Any] = {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2}
 SIZES |= {"batch": 5, "lora_rank": 3, "held_out": 10}
 
 
-@functools.cache
 def dpo() -> Any:
-    """The example as a module; nothing runs at its import."""
     llama()  # which it imports
-    path = EXAMPLE.with_name("align_dpo.py")
-    spec = importlib.util.spec_from_file_location("align_dpo", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("align_dpo")
 
 
 def config(**options: Any) -> Any:

@@ -511,16 +511,5 @@ def describe_reductions(lowered: Any, lora: Tree) -> str:
     )
 
 
-# -- Command line ------------------------------------------------------------------
-
-
-def main() -> None:
-    config = llama.parse_arguments(Config, str(__doc__).splitlines()[0])
-    if config.emulate or "RANK" in os.environ:  # torchrun has started the ranks
-        align(config)
-    else:
-        yf.launch(align, config, nprocs=config.ranks)
-
-
 if __name__ == "__main__":
-    main()
+    llama.start(align, Config, str(__doc__))

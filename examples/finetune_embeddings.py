@@ -40,7 +40,7 @@ from train_llama import (
     check_step,
     describe_step,
     option,
-    parse_arguments,
+    start,
 )
 
 import yafsdp_fn as yf
@@ -382,16 +382,5 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-# -- Command line ------------------------------------------------------------------
-
-
-def main() -> None:
-    config = parse_arguments(Config, __doc__.splitlines()[0])
-    if config.emulate or "RANK" in os.environ:  # torchrun has started the ranks
-        train(config)
-    else:
-        yf.launch(train, config, nprocs=config.ranks)
-
-
 if __name__ == "__main__":
-    main()
+    start(train, Config, __doc__)

@@ -449,8 +449,9 @@ def parse_arguments(config_type: type[Any], description: str) -> Any:
     return config_type(**vars(parser.parse_args()))
 
 
-def main() -> None:
-    config = parse_arguments(Config, __doc__.splitlines()[0])
+def start(train: Callable[[Any], Any], config_type: type[Any], text: str) -> None:
+    """Train on as many ranks as the command line says; `text` describes the script."""
+    config = parse_arguments(config_type, text.splitlines()[0])
     if config.emulate or "RANK" in os.environ:  # torchrun has started the ranks
         train(config)
     else:
@@ -458,4 +459,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start(train, Config, __doc__)

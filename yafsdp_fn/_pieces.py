@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ._errors import ArgumentError
-from ._layout import Pending, Placements, interval
+from ._layout import Pending, interval
 from ._mesh import axis_sizes, coordinates, from_torch, is_emulated, own_coordinate
 from ._world import contributes, world_of
 
@@ -65,25 +65,12 @@ def pieces_of(path: str, leaf: torch.Tensor) -> list[Piece]:
         )
     world = world_of(mesh)
     shards = world.tensors(world.part(cast(DTensor, leaf.detach()), placements))
+    here = coordinates(mesh) if is_emulated(mesh) else [own_coordinate(mesh)]
     found = []
-    for at, shard in zip(held_coordinates(leaf), shards, strict=True):
-        written = contributes(placements, at)
-        found.append(Piece(offsets_of(shape, placements, at), shard, written))
+    for at, shard in zip(here, shards, strict=True):
+        offsets = (interval(n, d, placements, at)[0] for d, n in enumerate(shape))
+        found.append(Piece(tuple(offsets), shard, contributes(placements, at)))
     return found
-
-
-def held_coordinates(leaf: DTensor) -> list[tuple[int, ...]]:
-    """The mesh coordinates whose shards lie in this process."""
-    mesh = leaf.device_mesh
-    return coordinates(mesh) if is_emulated(mesh) else [own_coordinate(mesh)]
-
-
-def offsets_of(
-    shape: tuple[int, ...], placements: Placements, at: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The global index of the first element of the shard at a coordinate."""
-    bounds = (interval(n, d, placements, at) for d, n in enumerate(shape))
-    return tuple(first for first, _ in bounds)
 
 
 def _is_first() -> bool:

@@ -1,6 +1,7 @@
 """Where what is loaded goes."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,8 +23,10 @@ class Target:
         self.like = like
         held = pieces_of(path, like)
         self.order = [(piece.offsets, piece.tensor.shape) for piece in held]
-        device = like.device
-        if like.is_meta:
+        device: Any = like.device
+        if isinstance(like, DTensor):
+            device = like.device_mesh.device_type
+        elif like.is_meta:
             device = torch.get_default_device()
         self.pieces = {
             offsets: torch.empty_strided(

@@ -260,6 +260,33 @@ def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
         yf.checkpoint.load(tmp_path, params)
 
 
+def save_another_tree(folder: str) -> list[str]:
+    mesh = yf.make_mesh(fsdp=2, device_type="cpu")
+    rank = mesh.get_rank()
+    tree = {"w": yf.distribute(torch.ones(4), mesh)}
+    bad: list[Tree] = [{"w": tree["w"], "n": rank}, {"w": tree["w"], str(rank): 1}]
+    bad.append({"f": print} if rank else tree)
+    said = []
+    for wrong in bad:
+        for save in (yf.checkpoint.save, yf.checkpoint.async_save):
+            with pytest.raises(yf.YafsdpError) as caught:
+                save(folder, wrong)
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+    yf.checkpoint.save(folder, tree)
+    return said
+
+
+def test_ranks_with_different_trees_are_told_so(tmp_path: Path) -> None:
+    first, second = yf.launch(save_another_tree, str(tmp_path), nprocs=2)
+    assert first == second
+    assert all("ArgumentError: the ranks pass different trees" in x for x in first[:4])
+    assert "tree['n'] is" in first[0]
+    assert all("rank 1: tree['f'] is a builtin" in text for text in first[4:])
+    assert_bits(
+        yf.checkpoint.load(tmp_path, {"w": torch.zeros(4)}), {"w": torch.ones(4)}
+    )
+
+
 # --- damage ---------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .._errors import YafsdpError
+from .._errors import ArgumentError, YafsdpError
 from .._mesh import gathered
 from .._pieces import bytes_of
 from .._torch import group_timeout
+from .._world import hash_of
 
 Made = TypeVar("Made")
 METADATA, TREE = ".metadata", "tree.json"
@@ -73,6 +74,25 @@ class Ranks:
                 raise error
             raise CheckpointError(text if alike else f"rank {rank}: {text}") from error
         return made  # type: ignore[return-value]
+
+    def agree(self, leaves: Mapping[str, Any]) -> None:
+        """Make sure that all hold the same tree. A collective.
+
+        Raises:
+            ArgumentError: On all ranks; names a leaf that differs.
+        """
+        digests = gathered(hash_of(json.dumps(leaves)), [self.group])
+        if len(set(digests)) == 1:
+            return
+        first, *others = gathered(dict(leaves), [self.group])
+        for rank, other in enumerate(others, 1):
+            for path in [*first, *other]:
+                mine, theirs = (json.dumps(x.get(path)) for x in (first, other))
+                if mine != theirs:
+                    raise ArgumentError(
+                        f"the ranks pass different trees: {path} is {mine} on rank 0 "
+                        f"and {theirs} on rank {rank}. Pass the same tree on all ranks."
+                    )
 
     def of_first(self, work: Callable[[], Made]) -> Made:
         """What the first rank makes, on all of them. A collective."""

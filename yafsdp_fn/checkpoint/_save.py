@@ -164,7 +164,8 @@ def save(path: str | PathLike[str], tree: Any) -> None:
         tree: A pytree of tensors, DTensors, bools, ints, floats and strings.
 
     Raises:
-        ArgumentError: A leaf of another kind, or a partial sum.
+        ArgumentError: A leaf of another kind, a partial sum, or another tree on
+            another rank.
         DonatedError: A leaf's memory was donated to an earlier call.
         CheckpointError: A rank could not write, on all ranks; names it and the cause.
 
@@ -178,6 +179,7 @@ def save(path: str | PathLike[str], tree: Any) -> None:
     wait_for_saves()
     ranks = all_ranks()
     taken = ranks.together(lambda: snapshot(tree))
+    ranks.agree(taken.leaves)
     _write(Path(path), taken, ranks)
 
 
@@ -240,6 +242,7 @@ def async_save(path: str | PathLike[str], tree: Any) -> AsyncSave:
     wait_for_saves()
     ranks = all_ranks()
     taken = ranks.together(lambda: snapshot(tree).copied())
+    ranks.agree(taken.leaves)
     future = _writer.submit(_write, Path(path), taken, ranks)
     saving = AsyncSave(Path(path), future)
     with _lock:

@@ -6,6 +6,7 @@ the values are the same for every mesh. A leaf whose rows depend on each other (
 is orthogonal, or divided by its norm) is computed whole, before the next one.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,8 +22,9 @@ from ._capture import Captures, captures
 from ._distribute import Choose, TorchPlacements, distribute
 from ._errors import ArgumentError
 from ._graph import Graph, Output, Ref, live_nodes, refs
-from ._layout import WHOLE, Placements, Split, interval
+from ._layout import WHOLE, Meta, Placements, Split, interval
 from ._lower import lower
+from ._mesh import axis_sizes, from_torch, mesh_of, same_mesh
 from ._place import place
 from ._plan import plan
 from ._program import Program
@@ -30,6 +32,7 @@ from ._schedule import Schedule
 from ._shard import agree_on, constants_of, traced
 from ._target import Target
 from ._tree import flatten, unflatten
+from ._world import world_of
 
 _BLOCK_BYTES = 1 << 20  # random numbers need some ten times that while they are made
 
@@ -44,8 +47,9 @@ def init(
     It returns what `yf.distribute(fn(*args), mesh, placements)` returns, and no rank
     ever holds the tree: a leaf whose rows are made of a key and of their positions
     (`yf.random`, zeros, ones, and what is computed of them element by element) is made
-    by its rows, any other one whole, one after the other. State of an optimiser can be
-    made along: `lambda key: (params := make(key), optimiser.init(params))`.
+    by its rows, any other one whole, one after the other. What is made of DTensors is
+    made of their shards: `yf.init(optimiser.init, mesh)(params)` places every leaf of
+    the state as the parameter that it is named and shaped like.
 
     The idea is that of `jax.jit(init, out_shardings=...)`.
 
@@ -56,12 +60,13 @@ def init(
 
     Returns:
         A function of the arguments of `fn`: keys and other plain tensors, the same on
-        every rank, and static values.
+        every rank, DTensors on the mesh, and static values.
 
     Raises:
         TraceError: At the call: `fn` is not pure, or needs a value to be traced; random
             numbers without a key are refused.
-        ArgumentError: At the call: an argument is a DTensor, or placements do not fit.
+        ArgumentError: At the call: a DTensor lies on another mesh, or placements do
+            not fit.
         MismatchError: At the call: the ranks would make different trees.
 
     Example:
@@ -76,13 +81,7 @@ def init(
 
     def initialise(*args: Any, **kwargs: Any) -> Any:
         call, captured = _bound(fn, args, kwargs)
-        for path, leaf in zip(call.paths(), call.leaves, strict=True):
-            if isinstance(leaf, DTensor):
-                raise ArgumentError(
-                    f"{path} is a DTensor. What is made of shards needs no init: call "
-                    "optimiser.init(params) itself, or make both in one function of a "
-                    "key."
-                )
+        _check_mesh(call, mesh)
         failure, graph, text = None, None, ""
         try:
             graph = traced(call, captured, False)
@@ -91,7 +90,8 @@ def init(
             text, failure = f"error: {error}", error
         agree_on(mesh, text, failure)
         assert graph is not None
-        like = distribute(_shapes(graph), mesh, placements)
+        chosen = placements or functools.partial(_as_argument, call)
+        like = distribute(_shapes(graph), mesh, chosen)
         return _made(graph, call, captured, like)
 
     return initialise
@@ -122,6 +122,26 @@ def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     call, captured = _bound(fn, args, kwargs)
     return _shapes(traced(call, captured, False))
+
+
+def _check_mesh(call: Call, mesh: DeviceMesh) -> None:
+    found = mesh_of(call.leaves, call.paths)
+    if found is not None and not same_mesh(found, mesh):
+        raise ArgumentError(
+            f"the arguments lie on {found}, but init is for {mesh}. Distribute them on "
+            "that mesh, or write init(fn, mesh) with theirs."
+        )
+
+
+def _as_argument(call: Call, path: str, leaf: torch.Tensor) -> TorchPlacements | None:
+    """The placements of the DTensor whose name ends alike, and that has the shape."""
+    found: list[tuple[int, TorchPlacements]] = []
+    for name, argument in zip(call.paths(), call.leaves, strict=True):
+        keys = name.removeprefix(name.partition("[")[0].partition(".")[0])
+        alike = isinstance(argument, DTensor) and argument.shape == leaf.shape
+        if alike and path.endswith(keys):
+            found.append((len(keys), tuple(argument.placements)))
+    return max(found, default=(0, None), key=lambda row: row[0])[1]
 
 
 def _bound(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Call, Captures]:
@@ -170,6 +190,8 @@ def _filled(
     """A leaf placed as `like`: of its blocks, those that lie in this process."""
     target = Target(path, like)
     inputs = [current(entry, call, captured) for entry in graph.inputs]
+    if isinstance(like, DTensor) and any(isinstance(x, DTensor) for x in inputs):
+        return _of_shards(graph, path, like, inputs)
     program, count, cut = _blocks(graph, like)
     with torch.no_grad():
         for number in range(count):
@@ -184,6 +206,24 @@ def _filled(
     return target.leaf()
 
 
+def _of_shards(
+    graph: Graph, path: str, like: DTensor, inputs: Sequence[torch.Tensor]
+) -> DTensor:
+    """A leaf that is made of shards of others, as in a sharded step."""
+    mesh, world, whole = like.device_mesh, world_of(like.device_mesh), [WHOLE]
+
+    def placed(leaf: torch.Tensor) -> Placements:
+        if not isinstance(leaf, DTensor):
+            return tuple(whole * mesh.ndim)
+        return from_torch(leaf.placements, leaf.shape, axis_sizes(mesh), path)
+
+    program = _program(graph, axis_sizes(mesh), [*map(placed, inputs)], placed(like))
+    parts = [world.part(leaf, placed(leaf)) for leaf in inputs]
+    (made,) = world.executor(program)(parts)
+    own = world.together([part.clone() for part in world.tensors(made)])
+    return world.leaf(own, mesh, Meta.of(like), like.placements)
+
+
 def _blocks(graph: Graph, like: torch.Tensor) -> tuple[Program, int, Placements]:
     """A program for the blocks of a leaf, how many they are, and how they cut it.
 
@@ -192,13 +232,14 @@ def _blocks(graph: Graph, like: torch.Tensor) -> tuple[Program, int, Placements]
     """
     dim = next((p.dim for p in _shards(like) if p.dim < like.dim()), 0)
     length = like.shape[dim] if like.dim() else 0
+    inputs = [(WHOLE,)] * len(graph.inputs)
     rows = max(1, _BLOCK_BYTES * length // max(1, like.nbytes))
     if 0 < rows < length:
         cut, count = (Split(dim, rows),), -(-length // rows)
-        program = _program(graph, count, cut)
+        program = _program(graph, (count,), inputs, cut)
         if not any(True for _ in program.transfers()):
             return program, count, cut
-    return _program(graph, 1, (WHOLE,)), 1, (WHOLE,)
+    return _program(graph, (1,), inputs, (WHOLE,)), 1, (WHOLE,)
 
 
 def _shards(like: torch.Tensor) -> list[Shard]:
@@ -206,10 +247,15 @@ def _shards(like: torch.Tensor) -> list[Shard]:
     return [placement for placement in placements if isinstance(placement, Shard)]
 
 
-def _program(graph: Graph, ranks: int, wanted: Placements) -> Program:
-    inputs = [(WHOLE,)] * len(graph.inputs)
-    placed = place(graph, (ranks,), inputs, [wanted], lambda *_: True, Schedule())
-    return plan(placed, lower(placed), ("block",), Schedule(), {})
+def _program(
+    graph: Graph,
+    sizes: Sequence[int],
+    inputs: Sequence[Placements],
+    wanted: Placements,
+) -> Program:
+    placed = place(graph, sizes, inputs, [wanted], lambda *_: True, Schedule())
+    axes = [f"axis{n}" for n in range(len(sizes))]
+    return plan(placed, lower(placed), axes, Schedule(), {})
 
 
 def _run(program: Program, number: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -45,7 +45,7 @@ def state() -> Tree:
         "empty": torch.zeros(0, 3),
         "counts": torch.arange(5),
         "mask": torch.tensor([True, False, True]),
-        "complex": torch.complex(normal(3), normal(3)),
+        "complex": torch.complex(normal(3), normal(3)).conj(),
         "step": 10**30,
         "rate": 0.1,
         "odd": [float("inf"), -0.0, True, "text\n'\u00e9"],
@@ -63,7 +63,7 @@ def zeros(tree: Tree) -> Tree:
 
 def bits(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        whole = yf.full(leaf).contiguous().reshape(-1).view(torch.uint8)
+        whole = yf.full(leaf).resolve_conj().reshape(-1).view(torch.uint8)
         return leaf.dtype, leaf.shape, leaf.stride(), whole.tolist()
     return type(leaf), repr(leaf)
 
@@ -227,6 +227,59 @@ def test_training_that_was_stopped_goes_on_as_if_it_had_not_been(
         assert losses(ranks=3, resume=run) == pytest.approx(whole[4:], rel=1e-5)
 
 
+# --- what else is in a folder ---------------------------------------------------------
+
+
+def test_what_others_keep_in_a_folder_stays(tmp_path: Path) -> None:
+    kept = ["2024", "9", "notes.txt", ".cache.partial", "model_old.safetensors"]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    for n in range(3):
+        yf.checkpoint.save(tmp_path, {"n": n})
+    yf.checkpoint.save_safetensors(tmp_path, {"w": torch.ones(1)})
+    assert yf.checkpoint.load(tmp_path, {"n": 0}) == {"n": 2}
+    assert {path.name for path in tmp_path.iterdir()} >= {*kept}
+    assert len(list(tmp_path.iterdir())) == len(kept) + 2
+
+
+def test_a_newer_checkpoint_is_read_if_one_takes_the_place(tmp_path: Path) -> None:
+    """Another process saves between the look for the last one and its reading."""
+    yf.checkpoint.save(tmp_path, {"w": torch.ones(3), "n": 1})
+    read, turns = yf.checkpoint._load.read_tree, []
+
+    def late(checkpoint: Path) -> Any:
+        if not turns:
+            turns.append(checkpoint)
+            yf.checkpoint.save(tmp_path, {"w": torch.zeros(3), "n": 2})
+        return read(checkpoint)
+
+    with mock.patch.object(yf.checkpoint._load, "read_tree", late):
+        found = yf.checkpoint.load(tmp_path, {"w": torch.ones(3), "n": 0})
+    assert_bits(found, {"w": torch.zeros(3), "n": 2})
+
+
+def save_and_leave(folder: str) -> None:
+    mesh = yf.make_mesh(fsdp=2, device_type="cpu")
+    whole = torch.arange(2e6)
+    yf.checkpoint.async_save(folder, {"w": yf.distribute(whole, mesh)})
+
+
+def test_processes_end_when_their_checkpoint_is_written(tmp_path: Path) -> None:
+    yf.launch(save_and_leave, str(tmp_path), nprocs=2)
+    found = yf.checkpoint.load(tmp_path, {"w": torch.zeros(2_000_000)})
+    assert torch.equal(found["w"], torch.arange(2e6))
+    with pytest.raises(yf.LaunchError, match="CheckpointError"):
+        yf.launch(save_and_leave, "/dev/null/x", nprocs=2)
+    program = (
+        "import torch, yafsdp_fn as yf; "
+        "yf.checkpoint.async_save('/dev/null/x', {'w': torch.ones(3)})"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True
+    )
+    assert "async_save: NotADirectoryError" in run.stderr
+
+
 # --- what is refused ------------------------------------------------------------------
 
 WRONG: list[tuple[Tree, str]] = [
@@ -248,9 +301,16 @@ def test_leaves_that_differ_are_named(like: Tree, message: str, tmp_path: Path) 
         yf.checkpoint.load(tmp_path, zeros(tree) | like)
 
 
+class Named(int):
+    def __repr__(self) -> str:
+        return "the same"
+
+
 def test_what_no_checkpoint_can_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(yf.ArgumentError, match=r"tree\['f'\] is a function"):
         yf.checkpoint.save(tmp_path, {"f": lambda: 0})
+    with pytest.raises(yf.ArgumentError, match="two leaves have the path"):
+        yf.checkpoint.save(tmp_path, {Named(1): 1, Named(2): 2})
     step = yf.shard(lambda p, batch: p + batch.sum(), donate_argnums=0)
     params = yf.distribute(torch.zeros(5), mesh_of(4))
     step(params, torch.ones(1))
@@ -279,7 +339,9 @@ def save_another_tree(folder: str) -> list[str]:
 def test_ranks_with_different_trees_are_told_so(tmp_path: Path) -> None:
     first, second = yf.launch(save_another_tree, str(tmp_path), nprocs=2)
     assert first == second
-    assert all("ArgumentError: the ranks pass different trees" in x for x in first[:4])
+    assert all(
+        "ArgumentError: the ranks pass different arguments" in x for x in first[:4]
+    )
     assert "tree['n'] is" in first[0]
     assert all("rank 1: tree['f'] is a builtin" in text for text in first[4:])
     assert_bits(

@@ -32,6 +32,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from ._errors import ArgumentError, YafsdpError
+from .checkpoint._save import wait_for_saves
 
 Result = TypeVar("Result")
 
@@ -406,6 +407,7 @@ def _run_rank(name: str, rank: int, lifeline: int) -> None:
         fn, args = cloudpickle.loads((directory / "call").read_bytes())
         what = "raised."
         result = fn(*args)
+        wait_for_saves()
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
         what = "returned a value that cannot be pickled; return plain tensors instead."

@@ -55,7 +55,7 @@ def pieces_of(path: str, leaf: torch.Tensor) -> list[Piece]:
         ArgumentError: The leaf is a sum that is not taken yet.
     """
     if not isinstance(leaf, DTensor):
-        return [Piece((0,) * leaf.dim(), leaf.detach(), _is_first())]
+        return [Piece((0,) * leaf.dim(), _plain(leaf.detach()), _is_first())]
     mesh, shape = leaf.device_mesh, tuple(leaf.shape)
     placements = from_torch(leaf.placements, shape, axis_sizes(mesh), path)
     if any(isinstance(placement, Pending) for placement in placements):
@@ -69,8 +69,13 @@ def pieces_of(path: str, leaf: torch.Tensor) -> list[Piece]:
     found = []
     for at, shard in zip(here, shards, strict=True):
         offsets = (interval(n, d, placements, at)[0] for d, n in enumerate(shape))
-        found.append(Piece(tuple(offsets), shard, contributes(placements, at)))
+        found.append(Piece(tuple(offsets), _plain(shard), contributes(placements, at)))
     return found
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, unless its conjugate or negative is still to be taken."""
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _is_first() -> bool:

@@ -101,7 +101,9 @@ def keeps_precision(site: Site) -> bool:
 
 def _widens(before: torch.dtype, after: torch.dtype) -> bool:
     """Whether a conversion rounds nothing that a later sum would not round."""
-    if before == torch.bool or min(before.itemsize, after.itemsize) == 1:
+    unsigned = {torch.uint16, torch.uint32, torch.uint64}  # torch promotes none of them
+    narrow = before == torch.bool or min(before.itemsize, after.itemsize) == 1
+    if narrow or unsigned & {before, after}:
         return False
     exact = torch.promote_types(before, after) == after
     return exact and (after.is_floating_point or not before.is_floating_point)

@@ -14,6 +14,7 @@ all files have reached the disk. An older one is removed only then.
 import hashlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -75,23 +76,24 @@ class Ranks:
             raise CheckpointError(text if alike else f"rank {rank}: {text}") from error
         return made  # type: ignore[return-value]
 
-    def agree(self, leaves: Mapping[str, Any]) -> None:
-        """Make sure that all hold the same tree. A collective.
+    def agree(self, path: Path, leaves: Mapping[str, Any]) -> None:
+        """Make sure that all have the same path and tree. A collective.
 
         Raises:
-            ArgumentError: On all ranks; names a leaf that differs.
+            ArgumentError: On all ranks; names what differs.
         """
-        digests = gathered(hash_of(json.dumps(leaves)), [self.group])
+        said = {"path": str(path), **leaves}
+        digests = gathered(hash_of(json.dumps(said)), [self.group])
         if len(set(digests)) == 1:
             return
-        first, *others = gathered(dict(leaves), [self.group])
+        first, *others = gathered(said, [self.group])
         for rank, other in enumerate(others, 1):
-            for path in [*first, *other]:
-                mine, theirs = (json.dumps(x.get(path)) for x in (first, other))
+            for name in [*first, *other]:
+                mine, theirs = (json.dumps(x.get(name)) for x in (first, other))
                 if mine != theirs:
                     raise ArgumentError(
-                        f"the ranks pass different trees: {path} is {mine} on rank 0 "
-                        f"and {theirs} on rank {rank}. Pass the same tree on all ranks."
+                        f"the ranks pass different arguments: {name} is {mine} on rank "
+                        f"0 and {theirs} on rank {rank}. Pass the same on all ranks."
                     )
 
     def of_first(self, work: Callable[[], Made]) -> Made:
@@ -127,15 +129,18 @@ def all_ranks() -> Ranks:
 
 def latest(folder: Path) -> Path | None:
     """The last complete checkpoint of a folder, if there is one."""
-    numbers = _numbers(folder)
+    numbers = [n for n in _numbers(folder) if _is_checkpoint(folder / str(n))]
     return folder / str(max(numbers)) if numbers else None
 
 
 def _numbers(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    names = (each.name for each in folder.iterdir() if each.is_dir())
-    return [int(name) for name in names if name.isdecimal()]
+    """Names in a folder that are numbers; not all need to be checkpoints."""
+    names = (each.name for each in folder.iterdir()) if folder.is_dir() else ()
+    return [int(name) for name in names if re.fullmatch(r"[1-9]\d*", name)]
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / TREE).is_file() or (folder / METADATA).is_file()
 
 
 Digests = dict[str, dict[str, int]]  # of saved blocks, by path and offsets
@@ -173,7 +178,8 @@ def replace_last(
 def _begin(folder: Path) -> Path:
     number = max(_numbers(folder), default=0) + 1
     for left in folder.glob(".*.partial"):  # by a process that was killed
-        shutil.rmtree(left)
+        if re.fullmatch(r"\.\d+\.partial", left.name):
+            shutil.rmtree(left)
     partial = folder / f".{number}.partial"
     partial.mkdir(parents=True)
     return partial
@@ -187,7 +193,7 @@ def _commit(partial: Path, tree: dict[str, Any]) -> None:
     partial.rename(folder / str(number))
     _to_disk(folder)
     for old in _numbers(folder):
-        if old < number:
+        if old < number and _is_checkpoint(folder / str(old)):
             shutil.rmtree(folder / str(old), ignore_errors=True)
 
 

@@ -24,11 +24,12 @@ from torch.distributed.checkpoint.planner import (
 from .._ranks import waiting
 from .._target import Target
 from .._torch import load_state_dict
-from .._tree import flatten_with_paths, unflatten
+from .._tree import unflatten
 from ._folder import (
     CHANGED,
     CheckpointError,
     Digests,
+    Ranks,
     all_ranks,
     damaged,
     digest_of,
@@ -36,7 +37,7 @@ from ._folder import (
     named,
     read_tree,
 )
-from ._save import describe, wait_for_saves
+from ._save import describe, named_leaves, wait_for_saves
 
 
 class _Planner(LoadPlanner):
@@ -180,10 +181,25 @@ def load(path: str | PathLike[str], like: Any, *, partial: bool = False) -> Any:
         >>> yf.checkpoint.load(folder, {"w": torch.empty(2)}, partial=True)
         {'w': tensor([1., 1.])}
     """
+    ranks = all_ranks()
+    folder, *asked = ranks.together(lambda: _asked(path, like))
+    while True:
+        checkpoint = ranks.of_first(lambda: _last_in(folder))
+        try:
+            return _read(checkpoint, asked, partial, ranks)
+        except CheckpointError:
+            # Another process may have put a newer one in its place meanwhile.
+            if ranks.of_first(lambda: latest(folder)) == checkpoint:
+                raise
+
+
+def _asked(path: str | PathLike[str], like: Any) -> tuple[Path, Any, Any, Any]:
     wait_for_saves()
-    ranks, folder = all_ranks(), Path(path)
-    paths, leaves, spec = flatten_with_paths(like, "tree")
-    checkpoint = ranks.of_first(lambda: _last_in(folder))
+    return (Path(path), *named_leaves(like))
+
+
+def _read(checkpoint: Path, asked: Sequence[Any], partial: bool, ranks: Ranks) -> Any:
+    paths, leaves, spec = asked
 
     def prepare() -> tuple[dict[str, Any], Digests, dict[str, Target]]:
         saved, blocks = read_tree(checkpoint)

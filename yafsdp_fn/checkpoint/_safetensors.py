@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from .._errors import ArgumentError
 from .._layout import short_dtype
 from .._pieces import Piece, bytes_of, pieces_of
 from .._target import Target
-from .._tree import NAMESPACE, flatten_with_paths, unflatten
+from .._tree import NAMESPACE, unflatten
 from ._folder import CheckpointError, all_ranks
+from ._save import named_leaves
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
 
@@ -54,7 +56,7 @@ def _named(tree: Any, rename: Rename) -> tuple[list[str], list[str], list[Any], 
     Raises:
         ArgumentError: A leaf is no tensor, or two leaves have one name.
     """
-    paths, leaves, spec = flatten_with_paths(tree, "tree")
+    paths, leaves, spec = named_leaves(tree)
     accessors = optree.tree_accessors(tree, namespace=NAMESPACE)
     dotted = [".".join(str(entry.entry) for entry in a) for a in accessors]
     if isinstance(rename, Mapping):
@@ -112,14 +114,14 @@ def load_safetensors(
         >>> yf.checkpoint.load_safetensors(folder, like, {"w": "layers.0"})
         {'w': tensor([1., 1.])}
     """
-    paths, names, leaves, spec = _named(like, rename)
 
-    def read() -> list[Target]:
+    def read() -> tuple[list[Target], Any]:
+        paths, names, leaves, spec = _named(like, rename)
         file_of = _files(Path(path))
         rows = zip(paths, names, leaves, strict=True)
-        return [_read_leaf(file_of, *row) for row in rows]
+        return [_read_leaf(file_of, *row) for row in rows], spec
 
-    targets = all_ranks().together(read)
+    targets, spec = all_ranks().together(read)
     return unflatten(spec, [target.leaf() for target in targets])
 
 
@@ -231,26 +233,36 @@ def save_safetensors(
         >>> load_file(f"{folder}/model.safetensors")["w"]
         tensor([0., 1., 2., 3., 4., 5.])
     """
-    ranks, path = all_ranks(), Path(path)
+    ranks = all_ranks()
+    target, files, pieces = ranks.together(
+        lambda: _planned(path, tree, rename, max_file_bytes)
+    )
+    ranks.agree(target, {file.path.name: file.layout for file in files})
+    try:
+        ranks.of_first(lambda: _begin(files))
+        ranks.together(lambda: _fill(files, pieces))
+        ranks.of_first(lambda: _finish(target, files))
+    finally:
+        if ranks.first:  # what was there before is as it was
+            for file in files:
+                file.partial.unlink(missing_ok=True)
 
-    def plan() -> tuple[list[_File], dict[str, list[Piece]]]:
-        paths, names, leaves, _ = _named(tree, rename)
-        for leaf_path, leaf in zip(paths, leaves, strict=True):
-            refuse_donated(leaf_path, leaf)
-            if leaf.dtype not in _NAMES:
-                raise ArgumentError(
-                    f"{leaf_path} is {leaf.dtype}, which safetensors lack. Convert it."
-                )
-        rows = zip(paths, names, leaves, strict=True)
-        pieces = {n: [*filter(_written, pieces_of(p, x))] for p, n, x in rows}
-        return _plan(
-            path, dict(zip(names, leaves, strict=True)), max_file_bytes
-        ), pieces
 
-    files, pieces = ranks.together(plan)
-    ranks.of_first(lambda: _begin(files))
-    ranks.together(lambda: _fill(files, pieces))
-    ranks.of_first(lambda: _finish(path, files))
+def _planned(
+    path: str | PathLike[str], tree: Any, rename: Rename, max_bytes: float
+) -> "tuple[Path, list[_File], dict[str, list[Piece]]]":
+    """Where to write which files, and what of them lies in this process."""
+    paths, names, leaves, _ = _named(tree, rename)
+    for leaf_path, leaf in zip(paths, leaves, strict=True):
+        refuse_donated(leaf_path, leaf)
+        if leaf.dtype not in _NAMES:
+            raise ArgumentError(
+                f"{leaf_path} is {leaf.dtype}, which safetensors lack. Convert it."
+            )
+    rows = zip(paths, names, leaves, strict=True)
+    pieces = {n: [*filter(_written, pieces_of(p, x))] for p, n, x in rows}
+    files = _plan(Path(path), dict(zip(names, leaves, strict=True)), max_bytes)
+    return Path(path), files, pieces
 
 
 def _written(piece: Piece) -> bool:
@@ -284,17 +296,23 @@ class _File:
         return dict(zip(self.leaves, itertools.accumulate(sizes, initial=0)))  # noqa: B905
 
     @property
-    def header(self) -> bytes:
-        """Its length, and a description of each tensor, padded to 8 bytes."""
-        found: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        for name, begin in self.begins.items():
-            leaf = self.leaves[name]
-            found[name] = {
+    def layout(self) -> dict[str, Any]:
+        """What each tensor is, and where it lies."""
+        return {
+            name: {
                 "dtype": _NAMES[leaf.dtype],
                 "shape": list(leaf.shape),
                 "data_offsets": [begin, begin + leaf.nbytes],
             }
-        text = json.dumps(found).encode()
+            for (name, leaf), begin in zip(
+                self.leaves.items(), self.begins.values(), strict=True
+            )
+        }
+
+    @property
+    def header(self) -> bytes:
+        """Its length, and the layout, padded to 8 bytes."""
+        text = json.dumps({"__metadata__": {"format": "pt"}, **self.layout}).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
@@ -382,5 +400,8 @@ def _finish(path: Path, files: Sequence[_File]) -> None:
     else:
         (path / INDEX).unlink(missing_ok=True)
     for other in path.glob("model*.safetensors"):
-        if other.name not in names.values():
+        if _OURS.fullmatch(other.name) and other.name not in names.values():
             other.unlink()
+
+
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")

@@ -1,6 +1,9 @@
 """save and async_save: each rank writes the pieces that it holds."""
 
+import atexit
+import sys
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -65,7 +68,7 @@ class Snapshot:
 
 
 def snapshot(tree: Any) -> Snapshot:
-    paths, leaves, _ = flatten_with_paths(tree, "tree")
+    paths, leaves, _ = named_leaves(tree)
     described, pieces = {}, {}
     for path, leaf in zip(paths, leaves, strict=True):
         refuse_donated(path, leaf)
@@ -76,6 +79,22 @@ def snapshot(tree: Any) -> Snapshot:
                     blocks = ((block.offsets, block) for block in piece.blocks())
                     pieces.update({(path, at): (b, leaf.shape) for at, b in blocks})
     return Snapshot(described, pieces)
+
+
+def named_leaves(tree: Any) -> tuple[list[str], list[Any], Any]:
+    """Paths of all leaves, the leaves, and the structure.
+
+    Raises:
+        ArgumentError: Two leaves have one path, so a checkpoint can't tell them apart.
+    """
+    paths, leaves, spec = flatten_with_paths(tree, "tree")
+    twice = [path for path, count in Counter(paths).items() if count > 1]
+    if twice:
+        raise ArgumentError(
+            f"two leaves have the path {twice[0]}. Give keys that are told apart by "
+            "their repr, and nodes whose entries differ."
+        )
+    return paths, leaves, spec
 
 
 def describe(path: str, leaf: Any) -> Any:
@@ -176,11 +195,10 @@ def save(path: str | PathLike[str], tree: Any) -> None:
         >>> yf.checkpoint.load(folder, {"w": torch.zeros(2), "step": 0})
         {'w': tensor([1., 1.]), 'step': 7}
     """
-    wait_for_saves()
     ranks = all_ranks()
-    taken = ranks.together(lambda: snapshot(tree))
-    ranks.agree(taken.leaves)
-    _write(Path(path), taken, ranks)
+    folder, taken = ranks.together(lambda: _taken(path, tree))
+    ranks.agree(folder, taken.leaves)
+    _write(folder, taken, ranks)
 
 
 class AsyncSave:
@@ -239,15 +257,21 @@ def async_save(path: str | PathLike[str], tree: Any) -> AsyncSave:
         >>> yf.checkpoint.load(saving.path, {"w": w})
         {'w': tensor([1., 1.])}
     """
-    wait_for_saves()
     ranks = all_ranks()
-    taken = ranks.together(lambda: snapshot(tree).copied())
-    ranks.agree(taken.leaves)
-    future = _writer.submit(_write, Path(path), taken, ranks)
-    saving = AsyncSave(Path(path), future)
+    folder, taken = ranks.together(lambda: _taken(path, tree, copy=True))
+    ranks.agree(folder, taken.leaves)
+    saving = AsyncSave(folder, _writer.submit(_write, folder, taken, ranks))
     with _lock:
         _last.append(saving)
     return saving
+
+
+def _taken(
+    path: str | PathLike[str], tree: Any, copy: bool = False
+) -> tuple[Path, Snapshot]:
+    wait_for_saves()
+    taken = snapshot(tree)
+    return Path(path), taken.copied() if copy else taken
 
 
 def wait_for_saves() -> None:
@@ -263,3 +287,12 @@ def wait_for_saves() -> None:
             saving._future.exception()
         else:
             saving.result()
+
+
+@atexit.register
+def _tell() -> None:
+    """Say what went wrong since anybody asked: nobody else will."""
+    try:
+        wait_for_saves()
+    except CheckpointError as error:
+        print(f"yafsdp_fn.checkpoint.async_save: {error}", file=sys.stderr)

@@ -183,6 +183,7 @@ def load(path: str | PathLike[str], like: Any, *, partial: bool = False) -> Any:
     """
     ranks = all_ranks()
     folder, *asked = ranks.together(lambda: _asked(path, like))
+    ranks.agree(folder, {})
     while True:
         checkpoint = ranks.of_first(lambda: _last_in(folder))
         try:

@@ -234,7 +234,9 @@ def async_save(path: str | PathLike[str], tree: Any) -> AsyncSave:
     """`save`, in a thread: returns as soon as the tree is copied.
 
     What a rank holds of the tree is copied to memory of the CPU, so the next step may
-    donate it. One checkpoint is written at a time: the next save, or load, waits.
+    donate it. One checkpoint is written at a time: the next save, or load, waits, and
+    so does the end of the process; ask for the result before you destroy the process
+    group yourself.
 
     Args:
         path: The folder.

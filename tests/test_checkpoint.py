@@ -163,7 +163,7 @@ def test_a_rank_reads_what_it_will_hold_and_no_more(tmp_path: Path) -> None:
         read.append(tensor.shape)
         commit(planner, item, tensor)
 
-    with mock.patch.object(_pieces, "_BLOCK_BYTES", 1):
+    with mock.patch.object(_pieces, "_BLOCK_BYTES", 32):
         yf.checkpoint.save(tmp_path, normal(12, 4))
         with mock.patch.object(yf.checkpoint._load._Planner, "commit_tensor", counting):
             like = yf.distribute(torch.zeros(12, 4).double(), mesh_of(4))

@@ -115,7 +115,7 @@ def test_state_of_an_optimiser_lies_as_its_parameters(world: Any) -> None:
 @given(mesh=meshes(), block=st.integers(1, 300))
 def test_rows_of_any_number_are_made(mesh: DeviceMesh, block: int) -> None:
     def some(key: torch.Tensor) -> Tree:
-        shapes = [(7, 6), (), (0, 3), (2, 3, 4)]
+        shapes = [(7, 6), (), (0, 3), (2, 30), (2, 3, 4)]
         return [yf.random.normal(key, shape) for shape in shapes]
 
     with mock.patch.object(_init, "_BLOCK_BYTES", block):
@@ -147,6 +147,14 @@ def test_nothing_as_large_as_a_leaf_is_made() -> None:
         made = initialise(KEY)
     assert largest.nbytes < 4 * 8192 * 1024 / 2
     assert_bits(yf.full(made)[:2], yf.random.normal(KEY, shape)[:2])
+
+
+def test_a_wide_row_is_made_in_parts_too() -> None:
+    initialise = yf.init(lambda key: yf.random.normal(key, (1, 1 << 23)), mesh_of(2))
+    with Largest() as largest:
+        made = initialise(KEY)
+    assert largest.nbytes <= 4 << 23  # the shard of the rank that holds the row
+    assert_bits(yf.full(made)[:, -9:], yf.random.normal(KEY, (1, 1 << 23))[:, -9:])
 
 
 def test_shapes_are_known_without_computing() -> None:

@@ -31,7 +31,7 @@ from ._program import Program
 from ._schedule import Schedule
 from ._shard import agree_on, constants_of, traced
 from ._target import Target
-from ._tree import flatten, unflatten
+from ._tree import flatten, flatten_with_paths, unflatten
 from ._world import world_of
 
 _BLOCK_BYTES = 1 << 20  # random numbers need some ten times that while they are made
@@ -81,17 +81,17 @@ def init(
 
     def initialise(*args: Any, **kwargs: Any) -> Any:
         call, captured = _bound(fn, args, kwargs)
-        _check_mesh(call, mesh)
-        failure, graph, text = None, None, ""
+        failure, graph, like, text = None, None, None, ""
         try:
+            _check_mesh(call, mesh)
             graph = traced(call, captured, False)
-            text = "\n".join([graph.as_text(), *constants_of(graph)])
+            chosen = placements or functools.partial(_as_argument, call)
+            like = distribute(_shapes(graph), mesh, chosen)
+            text = "\n".join([graph.as_text(), *constants_of(graph), *_placed(like)])
         except Exception as error:
             text, failure = f"error: {error}", error
         agree_on(mesh, text, failure)
         assert graph is not None
-        chosen = placements or functools.partial(_as_argument, call)
-        like = distribute(_shapes(graph), mesh, chosen)
         return _made(graph, call, captured, like)
 
     return initialise
@@ -122,6 +122,13 @@ def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     call, captured = _bound(fn, args, kwargs)
     return _shapes(traced(call, captured, False))
+
+
+def _placed(like: Any) -> list[str]:
+    """How the leaves are placed."""
+    paths, leaves, _ = flatten_with_paths(like, "tree")
+    rows = zip(paths, leaves, strict=True)
+    return [f"{p} {x.placements}" for p, x in rows if isinstance(x, DTensor)]
 
 
 def _check_mesh(call: Call, mesh: DeviceMesh) -> None:
@@ -230,21 +237,30 @@ def _blocks(graph: Graph, like: torch.Tensor) -> tuple[Program, int, Placements]
     The blocks are placed like the shards of a mesh with as many ranks. If its program
     communicates, the blocks depend on each other, and there is one.
     """
-    dim = next((p.dim for p in _shards(like) if p.dim < like.dim()), 0)
-    length = like.shape[dim] if like.dim() else 0
     inputs = [(WHOLE,)] * len(graph.inputs)
-    rows = max(1, _BLOCK_BYTES * length // max(1, like.nbytes))
-    if 0 < rows < length:
-        cut, count = (Split(dim, rows),), -(-length // rows)
-        program = _program(graph, (count,), inputs, cut)
-        if not any(True for _ in program.transfers()):
-            return program, count, cut
+    for dim in _dims(like) if like.numel() else ():
+        length = like.shape[dim]
+        rows = max(1, _BLOCK_BYTES * length // like.nbytes)
+        rows -= rows % 4 if rows > 4 else 0  # as many random numbers have one counter
+        if rows < length:
+            cut, count = (Split(dim, rows),), -(-length // rows)
+            program = _program(graph, (count,), inputs, cut)
+            if not any(True for _ in program.transfers()):
+                return program, count, cut
     return _program(graph, (1,), inputs, (WHOLE,)), 1, (WHOLE,)
 
 
-def _shards(like: torch.Tensor) -> list[Shard]:
+def _dims(like: torch.Tensor) -> list[int]:
+    """The dimensions to cut: that of the shards, or, if its rows exceed a block,
+    the longest one first.
+    """
+    if not like.dim():
+        return []
     placements = like.placements if isinstance(like, DTensor) else ()
-    return [placement for placement in placements if isinstance(placement, Shard)]
+    sharded = next((p.dim for p in placements if isinstance(p, Shard)), 0)
+    longest = max(range(like.dim()), key=like.shape.__getitem__)
+    dims = list(dict.fromkeys([sharded, longest]))
+    return sorted(dims, key=lambda dim: like.nbytes // like.shape[dim] > _BLOCK_BYTES)
 
 
 def _program(

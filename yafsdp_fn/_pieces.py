@@ -39,13 +39,19 @@ class Piece:
 
     def blocks(self) -> Iterator["Piece"]:
         """The piece as runs of rows, so that a part of it can be read alone."""
-        if not self.tensor.dim() or not self.tensor.numel():
+        return self._cut(0)
+
+    def _cut(self, dim: int) -> Iterator["Piece"]:
+        """Runs along a dimension; a row that is too large is cut along the next."""
+        nbytes = self.tensor.nbytes
+        if nbytes <= _BLOCK_BYTES or dim == self.tensor.dim():
             yield self
             return
-        rows = max(1, _BLOCK_BYTES * len(self.tensor) // self.tensor.nbytes)
-        begins = itertools.count(self.offsets[0], rows)
-        for begin, block in zip(begins, self.tensor.split(rows), strict=False):
-            yield Piece((begin, *self.offsets[1:]), block, self.written)
+        rows = max(1, _BLOCK_BYTES * self.tensor.shape[dim] // nbytes)
+        begins = itertools.count(self.offsets[dim], rows)
+        for begin, block in zip(begins, self.tensor.split(rows, dim), strict=False):
+            offsets = (*self.offsets[:dim], begin, *self.offsets[dim + 1 :])
+            yield from Piece(offsets, block, self.written)._cut(dim + 1)
 
 
 def pieces_of(path: str, leaf: torch.Tensor) -> list[Piece]:
@@ -84,5 +90,7 @@ def _is_first() -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The elements of a tensor in their order, as bytes in memory of the CPU."""
-    dense: Any = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(dense.view(torch.uint8).numpy())
+    dense = tensor.detach().cpu().contiguous()
+    # A dimension of one element may have any stride.
+    flat: Any = dense.as_strided((dense.numel(),), (1,))
+    return memoryview(flat.view(torch.uint8).numpy())

@@ -74,7 +74,7 @@ class _Planner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         dtype = self.targets[read_item.dest_index.fqn].like.dtype
-        return torch.empty(read_item.lengths, dtype=dtype)
+        return torch.empty(read_item.lengths, dtype=dtype, device="cpu")
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         path, offsets = read_item.dest_index.fqn, read_item.dest_index.offset

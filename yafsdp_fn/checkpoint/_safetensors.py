@@ -70,6 +70,11 @@ def _named(tree: Any, rename: Rename) -> tuple[list[str], list[str], list[Any], 
                 f"{path} is a {type(leaf).__qualname__}; safetensors hold tensors "
                 "alone. Pass the tree of parameters."
             )
+        if not isinstance(name, str) or name == "__metadata__":
+            raise ArgumentError(
+                f"{path} is called {name!r}, which names no tensor. Give rename= that "
+                "returns a string for it."
+            )
         if owners.setdefault(name, path) != path:
             raise ArgumentError(
                 f"{path} and {owners[name]} are both called {name!r}. Give rename= "

@@ -273,7 +273,7 @@ def _taken(
 ) -> tuple[Path, Snapshot]:
     wait_for_saves()
     taken = snapshot(tree)
-    return Path(path), taken.copied() if copy else taken
+    return Path(path).absolute(), taken.copied() if copy else taken
 
 
 def wait_for_saves() -> None:

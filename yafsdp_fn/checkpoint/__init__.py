@@ -27,4 +27,4 @@ from ._safetensors import load_safetensors as load_safetensors
 from ._safetensors import save_safetensors as save_safetensors
 
 # Errors.
-from ._folder import CheckpointError as CheckpointError
+from ._together import CheckpointError as CheckpointError

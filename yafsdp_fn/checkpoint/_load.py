@@ -25,19 +25,9 @@ from .._ranks import waiting
 from .._target import Target
 from .._torch import load_state_dict
 from .._tree import unflatten
-from ._folder import (
-    CHANGED,
-    CheckpointError,
-    Digests,
-    Ranks,
-    all_ranks,
-    damaged,
-    digest_of,
-    latest,
-    named,
-    read_tree,
-)
+from ._folder import CHANGED, Digests, damaged, digest_of, latest, named, read_tree
 from ._save import describe, named_leaves, wait_for_saves
+from ._together import CheckpointError, Ranks, all_ranks
 
 
 class _Planner(LoadPlanner):

@@ -23,8 +23,8 @@ from .._layout import short_dtype
 from .._pieces import Piece, bytes_of, pieces_of
 from .._target import Target
 from .._tree import NAMESPACE, unflatten
-from ._folder import CheckpointError, all_ranks
 from ._save import named_leaves
+from ._together import CheckpointError, all_ranks
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
 

@@ -33,15 +33,8 @@ from .._pieces import Piece, pieces_of
 from .._ranks import waiting
 from .._torch import save_state_dict
 from .._tree import flatten_with_paths
-from ._folder import (
-    CheckpointError,
-    Digests,
-    Ranks,
-    all_ranks,
-    digest_of,
-    named,
-    replace_last,
-)
+from ._folder import Digests, digest_of, named, replace_last
+from ._together import CheckpointError, Ranks, all_ranks
 
 # --- what is saved --------------------------------------------------------------------
 

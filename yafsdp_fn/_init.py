@@ -45,9 +45,9 @@ def init(
     """A function that makes the tree of `fn(*args)` in shards.
 
     It returns what `yf.distribute(fn(*args), mesh, placements)` returns, up to rounding
-    and alike for every mesh, and no rank ever holds the tree: a leaf whose rows are made
-    of a key and of their positions (`yf.random`, zeros, ones, and what is computed of
-    them element by element) is made by its rows, any other one whole, one after the
+    and alike for every mesh, and no rank ever holds the tree: a leaf whose rows are
+    made of a key and of their positions (`yf.random`, zeros, ones, and what is computed
+    of them element by element) is made by its rows, any other one whole, one after the
     other. What is made of DTensors is made of their shards:
     `yf.init(optimiser.init, mesh)(params)` places every leaf of the state as the
     parameter that it is named and shaped like.

@@ -119,6 +119,34 @@ def test_what_was_there_stays_if_a_save_fails(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "model.safetensors")["w"], torch.ones(2))
 
 
+def test_a_mixture_of_two_models_is_not_read(tmp_path: Path) -> None:
+    """A save of several files is interrupted after each of its steps in turn."""
+    old, new = (
+        {"a": torch.full((2,), n), "b": torch.full((2,), n)} for n in (1.0, 2.0)
+    )
+    rename, seen = Path.replace, set()
+    for steps in itertools.count():
+        SAVE(tmp_path, old, max_file_bytes=1)
+        left = iter(range(steps))
+
+        def stopping(path: Path, target: Path, left: Any = left) -> Path:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return rename(path, target)
+
+        with mock.patch.object(Path, "replace", stopping):
+            try:
+                SAVE(tmp_path, new, max_file_bytes=1)
+                break
+            except KeyboardInterrupt:
+                pass
+        with pytest.raises(yf.CheckpointError, match="a save was interrupted"):
+            LOAD(tmp_path, old)
+        seen.add(steps)
+    assert seen == {0, 1, 2}  # two files and the index
+    assert torch.equal(LOAD(tmp_path, old)["a"], new["a"])
+
+
 # --- what is refused ------------------------------------------------------------------
 
 

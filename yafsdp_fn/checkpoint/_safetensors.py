@@ -185,6 +185,11 @@ def _files(path: Path) -> dict[str, Path]:
                 f"{index} is damaged ({error!r}), so nothing was loaded."
             ) from error
     files = [path / FILE] if (path / FILE).is_file() else [*path.glob("*.safetensors")]
+    if any(_OURS.fullmatch(file.name) and file.name != FILE for file in files):
+        raise CheckpointError(
+            f"{path} holds parts of a model without their index, {INDEX}: a save was "
+            "interrupted. Save it again, or give one of the files."
+        )
     if not files:
         raise CheckpointError(
             f"{path} is no safetensors file and no folder that holds one. Give "
@@ -390,7 +395,12 @@ def _fill(files: Sequence[_File], pieces: Mapping[str, Sequence[Piece]]) -> None
 
 
 def _finish(path: Path, files: Sequence[_File]) -> None:
-    """Give the files their names; what an earlier save has left beside them goes."""
+    """Give the files their names; what an earlier save has left beside them goes.
+
+    While several files get theirs there is no index, so that no mixture is read.
+    """
+    if len(files) > 1:
+        (path / INDEX).unlink(missing_ok=True)
     for file in files:
         file.partial.replace(file.path)
     if path.suffix == ".safetensors":

@@ -15,8 +15,8 @@ import torch
 import yafsdp_fn as yf
 from yafsdp_fn.checkpoint import _save
 
-TIMEOUT = 4.0  # seconds
-PROMPT_SECONDS = 60  # a start, a time-out, an end
+TIMEOUT = 8.0  # seconds, in which all of a busy machine have started
+PROMPT_SECONDS = 90  # a start, a time-out, an end
 STOPPED = r"rank [02] waited in a collective for rank 1, which has ended, hangs, is st"
 NEAR = r"rank [02] waited \d+ s in a collective for rank 1 \(process \d+\), which is st"
 ABSENT = (

@@ -1,6 +1,6 @@
 """The global graph of a step: what `trace` hands to `place`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,13 +107,19 @@ def filled(arguments: Any, values: Mapping[int, Any]) -> Any:
     )
 
 
+def read_by(nodes: Iterable[Node], outputs: Iterable[Output]) -> set[int]:
+    """The numbers of the values that operators and outputs read."""
+    found = {ref.id for node in nodes for ref in refs((node.args, node.kwargs))}
+    return found | {ref.id for output in outputs for ref in refs(output.value)}
+
+
 def live_nodes(nodes: Sequence[Node], outputs: Sequence[Output]) -> tuple[Node, ...]:
     """The operators without those that no output needs."""
-    needed = {ref.id for output in outputs for ref in refs(output.value)}
-    kept = []
+    needed = read_by((), outputs)
+    kept: list[Node] = []
     for node in reversed(nodes):
         if any(ref and ref.id in needed for ref in node.outputs):
-            needed.update(ref.id for ref in refs((node.args, node.kwargs)))
+            needed |= read_by((node,), ())
             kept.append(node)
     return tuple(reversed(kept))
 

@@ -21,7 +21,7 @@ from ._boundary import current
 from ._capture import Captures, captures
 from ._distribute import Choose, TorchPlacements, distribute
 from ._errors import ArgumentError
-from ._graph import Graph, Output, Ref, live_nodes, refs
+from ._graph import Graph, Output, Ref, live_nodes, read_by
 from ._layout import WHOLE, Meta, Placements, Split, interval
 from ._lower import lower
 from ._mesh import axis_sizes, from_torch, mesh_of, same_mesh
@@ -186,8 +186,7 @@ def _made(graph: Graph, call: Call, captured: Captures, like: Any) -> Any:
 def _alone(graph: Graph, output: Output) -> Graph:
     """What one result is made of."""
     nodes = live_nodes(graph.nodes, (output,))
-    used = {ref.id for node in nodes for ref in refs((node.args, node.kwargs))}
-    used |= {ref.id for ref in refs(output.value)}
+    used = read_by(nodes, (output,))
     inputs = tuple(entry for entry in graph.inputs if entry.ref.id in used)
     return replace(graph, inputs=inputs, nodes=nodes, outputs=(output,))
 
@@ -218,11 +217,11 @@ def _of_shards(
     graph: Graph, path: str, like: DTensor, inputs: Sequence[torch.Tensor]
 ) -> DTensor:
     """A leaf that is made of shards of others, as in a sharded step."""
-    mesh, world, whole = like.device_mesh, world_of(like.device_mesh), [WHOLE]
+    mesh, world = like.device_mesh, world_of(like.device_mesh)
 
     def placed(leaf: torch.Tensor) -> Placements:
         if not isinstance(leaf, DTensor):
-            return tuple(whole * mesh.ndim)
+            return (WHOLE,) * mesh.ndim
         return from_torch(leaf.placements, leaf.shape, axis_sizes(mesh), path)
 
     program = _program(graph, axis_sizes(mesh), [*map(placed, inputs)], placed(like))

@@ -79,6 +79,12 @@ def pieces_of(path: str, leaf: torch.Tensor) -> list[Piece]:
     return found
 
 
+def written_pieces(path: str, leaf: torch.Tensor) -> list[Piece]:
+    """What this process saves of a leaf."""
+    pieces = pieces_of(path, leaf)
+    return [piece for piece in pieces if piece.written and piece.tensor.numel()]
+
+
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, unless its conjugate or negative is still to be taken."""
     return tensor.resolve_conj().resolve_neg()

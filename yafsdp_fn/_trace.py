@@ -16,7 +16,7 @@ from ._arguments import Call
 from ._capture import Captures
 from ._errors import ArgumentError, TraceError
 from ._functions import READ
-from ._graph import Graph, Output, Ref, live_nodes, refs
+from ._graph import Graph, Output, Ref, live_nodes, read_by
 from ._lines import line_of
 from ._record import CallFinder, EditError, EditFinder, Functions, Recorder
 from ._rewrite import rewrite
@@ -46,8 +46,7 @@ def trace(call: Call, captured: Captures, live_floats: bool = True) -> Graph:
     leaves = [_as_input(recorder, *leaf) for leaf in _leaves(call, live_floats)]
     outputs, spec = _execute(recorder, call, leaves)
     nodes = live_nodes(recorder.nodes, outputs)
-    used = {ref.id for node in nodes for ref in refs((node.args, node.kwargs))}
-    used |= {ref.id for output in outputs for ref in refs(output.value)}
+    used = read_by(nodes, outputs)
     kept = (i for i in recorder.inputs if i.role in _KEPT or i.ref.id in used)
     return rewrite(Graph(tuple(kept), nodes, outputs, recorder.metas, spec))
 

@@ -1,13 +1,13 @@
 """load: each rank reads the pieces that it will hold."""
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -21,13 +21,12 @@ from torch.distributed.checkpoint.planner import (
     ReadItem,
 )
 
-from .._ranks import waiting
 from .._target import Target
 from .._torch import load_state_dict
 from .._tree import unflatten
 from ._folder import CHANGED, Digests, damaged, digest_of, latest, named, read_tree
 from ._save import describe, named_leaves, wait_for_saves
-from ._together import CheckpointError, Ranks, all_ranks
+from ._together import CheckpointError, Failures, Ranks, all_ranks
 
 
 class _Planner(LoadPlanner):
@@ -200,12 +199,9 @@ def _read(checkpoint: Path, asked: Sequence[Any], partial: bool, ranks: Ranks) -
         return saved, blocks, {p: Target(p, leaf) for p, leaf in tensors}
 
     saved, blocks, targets = ranks.together(prepare)
-    try:
-        planner = _Planner(targets, blocks)
-        with waiting(ranks.group):
-            load_state_dict(_Reader(checkpoint), planner, ranks.group)
-    except CheckpointException as error:  # on all ranks, and no Exception
-        raise CheckpointError(_cause(checkpoint, error.failures)) from error
+    planner, reader = _Planner(targets, blocks), _Reader(checkpoint)
+    with ranks.planning(functools.partial(_cause, checkpoint)):
+        load_state_dict(reader, planner, ranks.group)
     return unflatten(
         spec, [targets[p].leaf() if p in targets else saved[p]["value"] for p in paths]
     )
@@ -221,7 +217,7 @@ def _last_in(folder: Path) -> Path:
     return found
 
 
-def _cause(checkpoint: Path, failures: Mapping[int, Sequence[Any]]) -> str:
+def _cause(checkpoint: Path, failures: Failures) -> str:
     rank, (error, *_) = min(failures.items())
     if isinstance(error, CheckpointError):
         return str(error) if len(failures) == 1 else f"rank {rank}: {error}"

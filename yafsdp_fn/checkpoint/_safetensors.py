@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from .._donate import refuse_donated
 from .._errors import ArgumentError
 from .._layout import short_dtype
-from .._pieces import Piece, bytes_of, pieces_of
+from .._pieces import Piece, bytes_of, written_pieces
 from .._target import Target
 from .._tree import NAMESPACE, unflatten
 from ._save import named_leaves
@@ -270,13 +270,9 @@ def _planned(
                 f"{leaf_path} is {leaf.dtype}, which safetensors lack. Convert it."
             )
     rows = zip(paths, names, leaves, strict=True)
-    pieces = {n: [*filter(_written, pieces_of(p, x))] for p, n, x in rows}
+    pieces = {name: written_pieces(p, leaf) for p, name, leaf in rows}
     files = _plan(Path(path), dict(zip(names, leaves, strict=True)), max_bytes)
     return Path(path), files, pieces
-
-
-def _written(piece: Piece) -> bool:
-    return piece.written and piece.tensor.numel() > 0
 
 
 @dataclass

@@ -1,10 +1,11 @@
 """save and async_save: each rank writes the pieces that it holds."""
 
 import atexit
+import functools
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
@@ -29,12 +29,11 @@ from torch.distributed.checkpoint.planner import (
 
 from .._donate import refuse_donated
 from .._errors import ArgumentError
-from .._pieces import Piece, pieces_of
-from .._ranks import waiting
+from .._pieces import Piece, written_pieces
 from .._torch import save_state_dict
 from .._tree import flatten_with_paths
 from ._folder import Digests, digest_of, named, replace_last
-from ._together import CheckpointError, Ranks, all_ranks
+from ._together import CheckpointError, Failures, Ranks, all_ranks
 
 # --- what is saved --------------------------------------------------------------------
 
@@ -62,15 +61,15 @@ class Snapshot:
 
 def snapshot(tree: Any) -> Snapshot:
     paths, leaves, _ = named_leaves(tree)
-    described, pieces = {}, {}
+    described: dict[str, Any] = {}
+    pieces: dict[tuple[str, tuple[int, ...]], tuple[Piece, torch.Size]] = {}
     for path, leaf in zip(paths, leaves, strict=True):
         refuse_donated(path, leaf)
         described[path] = describe(path, leaf)
         if isinstance(leaf, torch.Tensor):
-            for piece in pieces_of(path, leaf):
-                if piece.written and piece.tensor.numel():
-                    blocks = ((block.offsets, block) for block in piece.blocks())
-                    pieces.update({(path, at): (b, leaf.shape) for at, b in blocks})
+            for piece in written_pieces(path, leaf):
+                for block in piece.blocks():
+                    pieces[path, block.offsets] = (block, leaf.shape)
     return Snapshot(described, pieces)
 
 
@@ -141,19 +140,15 @@ class _Planner(DefaultSavePlanner):
 
 def _write(folder: Path, taken: Snapshot, ranks: Ranks) -> None:
     def fill(checkpoint: Path) -> Digests:
-        planner = _Planner(taken)
-        writer = FileSystemWriter(checkpoint)
-        try:
-            with waiting(ranks.group):
-                save_state_dict(writer, planner, ranks.group)
-        except CheckpointException as error:  # on all ranks, and no Exception
-            raise CheckpointError(_cause(folder, error.failures)) from error
+        planner, writer = _Planner(taken), FileSystemWriter(checkpoint)
+        with ranks.planning(functools.partial(_cause, folder)):
+            save_state_dict(writer, planner, ranks.group)
         return planner.digests
 
     replace_last(folder, ranks, fill, dict(taken.leaves))
 
 
-def _cause(folder: Path, failures: Mapping[int, Sequence[Any]]) -> str:
+def _cause(folder: Path, failures: Failures) -> str:
     rank, (error, *_) = min(failures.items())
     return (
         f"rank {rank} could not write a checkpoint to {folder}: "

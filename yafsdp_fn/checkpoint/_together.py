@@ -1,19 +1,23 @@
 """Ranks that save or load together: one fails, all are told."""
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .._errors import ArgumentError, YafsdpError
 from .._mesh import gathered
+from .._ranks import waiting
 from .._torch import group_timeout
 from .._world import hash_of
 
 Made = TypeVar("Made")
+Failures = Mapping[int, Sequence[Any]]  # of ranks: the error, and where it was raised
 
 
 class CheckpointError(YafsdpError, RuntimeError):
@@ -53,6 +57,19 @@ class Ranks:
                 raise error
             raise CheckpointError(text if alike else f"rank {rank}: {text}") from error
         return made  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def planning(self, describe: Callable[[Failures], str]) -> Iterator[None]:
+        """While torch.distributed.checkpoint plans and does the work. A collective.
+
+        Raises:
+            CheckpointError: A rank failed; raised on all, with what `describe` says.
+        """
+        try:
+            with waiting(self.group):
+                yield
+        except CheckpointException as error:  # on all ranks, and no Exception
+            raise CheckpointError(describe(error.failures)) from error
 
     def agree(self, path: Path, leaves: Mapping[str, Any]) -> None:
         """Make sure that all have the same path and tree. A collective.

@@ -48,19 +48,12 @@ Margins = Float[Tensor, " pairs"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(llama.Sizes):
     """Sizes of the model and of its alignment; every field is an option."""
 
-    ranks: int = option(2, "ranks that share parameters and batch")
-    emulate: bool = option(False, "keep all ranks in this process")
     steps: int = option(120, "optimiser steps of the alignment")
     batch: int = option(8, "pairs in the global batch")
     context: int = option(128, "bytes in a sequence")
-    layers: int = option(3, "transformer layers")
-    width: int = option(256, "size of the residual stream")
-    heads: int = option(4, "query heads")
-    kv_heads: int = option(2, "key and value heads; divides --heads")
-    tied: bool = option(True, "one matrix embeds bytes and predicts them")
     model: str = option("", "folder of the base; empty: pretrain one")
     pretrain_steps: int = option(150, "optimiser steps of a base without --model")
     output: str = option("", "folder to save the factors to; empty: do not")

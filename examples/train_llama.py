@@ -57,27 +57,16 @@ def option(default: int | float | bool | str, help: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Sizes of the model and of its training; every field is an option."""
+class Sizes:
+    """Sizes of the model, and where it runs; every field is an option."""
 
     ranks: int = option(2, "ranks that share parameters and batch")
     emulate: bool = option(False, "keep all ranks in this process")
-    steps: int = option(300, "optimiser steps")
-    batch: int = option(8, "sequences in the global batch")
-    context: int = option(128, "bytes in a sequence")
     layers: int = option(3, "transformer layers")
     width: int = option(256, "size of the residual stream")
     heads: int = option(4, "query heads")
     kv_heads: int = option(2, "key and value heads; divides --heads")
     tied: bool = option(True, "one matrix embeds bytes and predicts them")
-    learning_rate: float = option(1e-3, "peak of the learning rate")
-    check: int = option(0, "steps to compare with the unsharded step")
-    save: str = option("", "folder for checkpoints, written in the background")
-    save_every: int = option(100, "steps from one checkpoint to the next")
-    resume: str = option("", "folder with a checkpoint of --save, to go on from")
-    stop: int = option(0, "step to stop before, as if interrupted; 0: none")
-    sample: int = option(200, "bytes to generate for each prompt")
-    seed: int = option(0, "seed of parameters, batches and sample")
 
     @property
     def vocabulary(self) -> int:
@@ -91,6 +80,23 @@ class Config:
     def hidden(self) -> int:
         """Llama's 8/3 of the width, rounded up to a multiple of 64."""
         return -(-8 * self.width // (3 * 64)) * 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Sizes):
+    """And those of its training."""
+
+    steps: int = option(300, "optimiser steps")
+    batch: int = option(8, "sequences in the global batch")
+    context: int = option(128, "bytes in a sequence")
+    learning_rate: float = option(1e-3, "peak of the learning rate")
+    check: int = option(0, "steps to compare with the unsharded step")
+    save: str = option("", "folder for checkpoints, written in the background")
+    save_every: int = option(100, "steps from one checkpoint to the next")
+    resume: str = option("", "folder with a checkpoint of --save, to go on from")
+    stop: int = option(0, "step to stop before, as if interrupted; 0: none")
+    sample: int = option(200, "bytes to generate for each prompt")
+    seed: int = option(0, "seed of parameters, batches and sample")
 
 
 # -- Model: a pytree of parameters and pure functions of it ------------------------

@@ -110,9 +110,7 @@ def test_a_model_of_transformers_makes_the_way_there_and_back(tmp_path: Path) ->
 
 def test_what_was_there_stays_if_a_save_fails(tmp_path: Path) -> None:
     SAVE(tmp_path, {"w": torch.ones(2)})
-    fails = mock.patch.object(
-        yf.checkpoint._safetensors, "_runs", side_effect=OSError("full")
-    )
+    fails = mock.patch.object(yf.checkpoint._file, "_runs", side_effect=OSError("full"))
     with fails, pytest.raises(yf.CheckpointError, match="full"):
         SAVE(tmp_path, {"w": torch.zeros(2)})
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

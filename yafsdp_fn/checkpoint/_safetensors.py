@@ -1,14 +1,9 @@
 """Models in Hugging Face's layout: safetensors files, read and written in parts."""
 
 import difflib
-import itertools
 import json
-import math
-import os
 import re
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,34 +15,16 @@ from safetensors import SafetensorError, safe_open
 from .._donate import refuse_donated
 from .._errors import ArgumentError
 from .._layout import short_dtype
-from .._pieces import Piece, bytes_of, written_pieces
+from .._pieces import Piece, written_pieces
 from .._target import Target
 from .._tree import NAMESPACE, unflatten
+from ._file import DTYPES, NAMES, File
 from ._save import named_leaves
 from ._together import CheckpointError, all_ranks
 
 Rename = Callable[[str], str] | Mapping[str, str] | None
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def _named(tree: Any, rename: Rename) -> tuple[list[str], list[str], list[Any], Any]:
@@ -142,7 +119,7 @@ def _read_leaf(
     target = Target(path, like)
     with _opened(file_of[name]) as file:
         part = file.get_slice(name)
-        found = (_DTYPES.get(part.get_dtype()), tuple(part.get_shape()))
+        found = (DTYPES.get(part.get_dtype()), tuple(part.get_shape()))
         if found != (like.dtype, tuple(like.shape)):
             raise CheckpointError(
                 f"{path}: {name!r} in {file_of[name]} is {part.get_dtype()}"
@@ -159,7 +136,7 @@ def _read_leaf(
 
 
 def _shown(tensor: torch.Tensor) -> str:
-    return f"{_NAMES.get(tensor.dtype, short_dtype(tensor.dtype))}{list(tensor.shape)}"
+    return f"{NAMES.get(tensor.dtype, short_dtype(tensor.dtype))}{list(tensor.shape)}"
 
 
 def _opened(file: Path) -> Any:
@@ -260,12 +237,12 @@ def save_safetensors(
 
 def _planned(
     path: str | PathLike[str], tree: Any, rename: Rename, max_bytes: float
-) -> "tuple[Path, list[_File], dict[str, list[Piece]]]":
+) -> "tuple[Path, list[File], dict[str, list[Piece]]]":
     """Where to write which files, and what of them lies in this process."""
     paths, names, leaves, _ = _named(tree, rename)
     for leaf_path, leaf in zip(paths, leaves, strict=True):
         refuse_donated(leaf_path, leaf)
-        if leaf.dtype not in _NAMES:
+        if leaf.dtype not in NAMES:
             raise ArgumentError(
                 f"{leaf_path} is {leaf.dtype}, which safetensors lack. Convert it."
             )
@@ -275,104 +252,17 @@ def _planned(
     return Path(path), files, pieces
 
 
-@dataclass
-class _File:
-    """A file while it is written.
-
-    Attributes:
-        path: Its name when it is whole.
-        leaves: The tensors in it, in the order in which they lie there.
-    """
-
-    path: Path
-    leaves: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in self.leaves.values())
-
-    @property
-    def partial(self) -> Path:
-        return self.path.with_name(f".{self.path.name}.partial")
-
-    @property
-    def begins(self) -> dict[str, int]:
-        """The first byte of each tensor, after the header."""
-        sizes = (leaf.nbytes for leaf in self.leaves.values())
-        return dict(zip(self.leaves, itertools.accumulate(sizes, initial=0)))  # noqa: B905
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """What each tensor is, and where it lies."""
-        return {
-            name: {
-                "dtype": _NAMES[leaf.dtype],
-                "shape": list(leaf.shape),
-                "data_offsets": [begin, begin + leaf.nbytes],
-            }
-            for (name, leaf), begin in zip(
-                self.leaves.items(), self.begins.values(), strict=True
-            )
-        }
-
-    @property
-    def header(self) -> bytes:
-        """Its length, and the layout, padded to 8 bytes."""
-        text = json.dumps({"__metadata__": {"format": "pt"}, **self.layout}).encode()
-        text += b" " * (-len(text) % 8)
-        return struct.pack("<Q", len(text)) + text
-
-    def begin(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        header = self.header
-        with self.partial.open("wb") as file:
-            file.write(header)
-            file.truncate(len(header) + self.nbytes)
-
-    def fill(self, pieces: Mapping[str, Sequence[Piece]]) -> None:
-        """Write the pieces that lie in this process."""
-        start, begins = len(self.header), self.begins
-        with self.partial.open("r+b", buffering=0) as file:
-            for name, leaf in self.leaves.items():
-                blocks = (block for piece in pieces[name] for block in piece.blocks())
-                for offset, run in _runs(blocks, leaf.shape):
-                    file.seek(start + begins[name] + offset)
-                    file.write(run)
-            os.fsync(file.fileno())
-
-
-def _runs(
-    blocks: Iterator[Piece], shape: Sequence[int]
-) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of blocks, in runs as they lie in the full tensor, with offsets."""
-    for block in blocks:
-        tensor = block.tensor
-        whole = [n == size for n, size in zip(tensor.shape, shape, strict=True)]
-        # From the last dimension that is cut on, rows lie together.
-        cut = max((d for d, all_of_it in enumerate(whole) if not all_of_it), default=0)
-        steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-        data = bytes_of(tensor)
-        outer = [range(n) for n in tensor.shape[:cut]]
-        length = len(data) // max(1, math.prod(tensor.shape[:cut]))
-        for number, at in enumerate(itertools.product(*outer)):
-            index = (*at, *[0] * (len(shape) - cut))
-            places = zip(index, block.offsets, steps, strict=True)
-            first = sum((i + begin) * step for i, begin, step in places)
-            run = data[number * length : (number + 1) * length]
-            yield first * tensor.itemsize, run
-
-
 def _plan(
     path: Path, leaves: Mapping[str, torch.Tensor], max_bytes: float
-) -> list[_File]:
+) -> list[File]:
     """Which tensors go to which file: those of large elements first, so all align."""
     order = sorted(leaves, key=lambda name: (-leaves[name].dtype.itemsize, name))
     if path.suffix == ".safetensors":
-        return [_File(path, {name: leaves[name] for name in order})]
-    files = [_File(path / FILE)]
+        return [File(path, {name: leaves[name] for name in order})]
+    files = [File(path / FILE)]
     for name in order:
         if files[-1].leaves and files[-1].nbytes + leaves[name].nbytes > max_bytes:
-            files.append(_File(path / FILE))
+            files.append(File(path / FILE))
         files[-1].leaves[name] = leaves[name]
     if len(files) > 1:
         for number, file in enumerate(files, 1):
@@ -380,17 +270,17 @@ def _plan(
     return files
 
 
-def _begin(files: Sequence[_File]) -> None:
+def _begin(files: Sequence[File]) -> None:
     for file in files:
         file.begin()
 
 
-def _fill(files: Sequence[_File], pieces: Mapping[str, Sequence[Piece]]) -> None:
+def _fill(files: Sequence[File], pieces: Mapping[str, Sequence[Piece]]) -> None:
     for file in files:
         file.fill(pieces)
 
 
-def _finish(path: Path, files: Sequence[_File]) -> None:
+def _finish(path: Path, files: Sequence[File]) -> None:
     """Give the files their names; what an earlier save has left beside them goes.
 
     While several files get theirs there is no index, so that no mixture is read.
